@@ -1,0 +1,208 @@
+"""A CLIP model as a reward function: how well does a frame show what a sentence says?
+
+This is the one module that the scripts share. It implements the reward of "Vision-Language Models are Zero-Shot Reward
+Models for Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921): Eq. 2 and Definition 1.
+
+    reward = CLIPReward("ViT-B-32/openai", ["pole vertically upright on top of the cart"], ["pole and cart"], alpha=0.5)
+    reward(frames)  # (N, 3, H, W) uint8 -> (N,) float32
+"""
+
+import difflib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+import open_clip
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import RepositoryNotFoundError
+from open_clip.pretrained import get_pretrained_cfg
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import resize
+
+TINY = f"local-dir:{Path(__file__).resolve().parent / 'tiny_clip'}"  # the bundled model, see tiny_clip/README.md
+ELSEWHERE = "choose another --clip-model, a local file (ViT-B-32//path/to/weights.pt), or the bundled one (tiny)"
+
+
+class RewardModelError(ValueError):
+    """A model, prompt or α that cannot be used; the message is one line for the user."""
+
+
+class CLIPReward(torch.nn.Module):
+    """Reward of frames under goal-baseline regularization (Definition 1); α = 0 is the plain cosine (Eq. 2).
+
+    With s, g, b the unit embeddings of frame, goal and baseline and d = (g - b) / ‖g - b‖,
+
+        R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,    L = the line through b and g,   proj_L(s) = g + d dᵀ(s - g).
+
+    The vector inside the norm is α·d dᵀ(s - g) + (1 - α)(s - g): its part along d has length |dᵀ(s - g)| whatever α is, the
+    part across is shrunk by 1 - α. Hence the closed form that `reward` computes:
+
+        R(s) = 1 - ½ [ (dᵀ(s - g))² + (1 - α)² (‖s - g‖² - (dᵀ(s - g))²) ].
+
+    Args:
+        clip_model: `NAME/TAG` (`ViT-B-32/openai`), `NAME//path/to/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
+        prompts, baseline_prompts: one text or several; g and b are the means of the texts' unit embeddings, as in the
+            paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
+        alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
+        batch_size: frames encoded at once.
+        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …); rewards are float32 all the same.
+
+    Raises:
+        RewardModelError: for whatever of these the user got wrong. Cheap checks come first; weights are loaded last.
+    """
+
+    def __init__(
+        self,
+        clip_model: str,
+        prompts: str | Sequence[str],
+        baseline_prompts: str | Sequence[str] = (),
+        alpha: float = 0.0,
+        device: str | torch.device = "cpu",
+        batch_size: int = 256,
+        precision: str = "fp32",
+    ):
+        super().__init__()
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        baseline_prompts = [baseline_prompts] if isinstance(baseline_prompts, str) else list(baseline_prompts)
+        if not 0 <= alpha <= 1:
+            raise RewardModelError(f"the goal-baseline α must lie between 0 and 1, not {alpha}")
+        if batch_size < 1:
+            raise RewardModelError(f"the CLIP batch size must be at least 1, not {batch_size}")
+        if not prompts or not all(text.strip() for text in prompts + baseline_prompts):
+            raise RewardModelError("a prompt is empty: say in a few words what the goal looks like")
+        if alpha > 0 and not baseline_prompts:
+            raise RewardModelError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
+
+        name, pretrained, quick_gelu = find_clip_model(clip_model)
+        logging.disable(logging.ERROR)  # open_clip and the hub log each failure several times: it becomes one line below
+        try:
+            tokenizer = open_clip.get_tokenizer(name)
+            for text in prompts + baseline_prompts:
+                check_length(text, tokenizer)
+            self.model = open_clip.create_model_from_pretrained(
+                name,
+                pretrained,
+                precision=precision,
+                device=device,
+                force_quick_gelu=quick_gelu,
+                return_transform=False,
+            )
+        except RewardModelError:
+            raise
+        except Exception as error:  # anything may be wrong with a file or a download, and each library says it its own way
+            reason = str(error).strip().split("\n")[0]
+            raise RewardModelError(f"cannot load the CLIP model {clip_model}: {reason[:300]}; {ELSEWHERE}") from error
+        finally:
+            logging.disable(logging.NOTSET)
+        self.model.eval().requires_grad_(False)
+        self.model.visual.to(memory_format=torch.channels_last)  # convolutional towers run up to twice as fast
+        self.alpha, self.batch_size, self.device = alpha, batch_size, torch.device(device)
+        self.input_dtype = open_clip.get_input_dtype(precision) or torch.float32
+
+        cfg = self.model.visual.preprocess_cfg  # the model's own, never constants of ours
+        self.size = (cfg["size"],) * 2 if isinstance(cfg["size"], int) else tuple(cfg["size"])  # (height, width)
+        self.interpolation = InterpolationMode("bicubic" if cfg["interpolation"] == "random" else cfg["interpolation"])
+        mean, std = (torch.tensor(cfg[key], device=device).view(3, 1, 1) * 255 for key in ("mean", "std"))
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+        goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)
+        baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0) if baseline_prompts else goal
+        if alpha > 0 and torch.allclose(goal, baseline, atol=1e-5):
+            raise RewardModelError("goal and baseline prompt mean the same to this model: no line runs through the two")
+        self.register_buffer("goal", goal)  # (D,)
+        self.register_buffer("direction", F.normalize(goal - baseline, dim=0))  # d, (D,)
+
+    @torch.no_grad()
+    def embed_text(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens (N, context length) -> unit embeddings (N, D) float32."""
+        return F.normalize(self.model.encode_text(tokens).float(), dim=-1)
+
+    @torch.no_grad()
+    def embed(self, frames: torch.Tensor) -> torch.Tensor:
+        """Frames (N, 3, H, W) uint8 -> unit embeddings (N, D) float32, all in one batch.
+
+        Frames of another size are squashed to the model's input, neither cropped nor padded, as in the paper.
+        """
+        frames = frames.to(self.device)
+        if frames.shape[-2:] != self.size:
+            frames = resize(frames, self.size, self.interpolation, antialias=True)
+        pixels = (frames.float() - self.mean) / self.std
+        pixels = pixels.to(self.input_dtype, memory_format=torch.channels_last)
+        return F.normalize(self.model.encode_image(pixels).float(), dim=-1)
+
+    def reward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Unit embeddings s (N, D) -> rewards R(s) (N,), the closed form of Definition 1."""
+        error = embeddings - self.goal  # s - g
+        along = error @ self.direction  # dᵀ(s - g): what the projection onto the goal-baseline line keeps, (N,)
+        across = error.square().sum(-1) - along.square()
+        return 1 - 0.5 * (along.square() + (1 - self.alpha) ** 2 * across)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """Frames (N, 3, H, W) uint8, any N, any device -> rewards (N,) float32 on the model's device."""
+        rewards = [self.reward(self.embed(chunk)) for chunk in frames.split(self.batch_size) if len(chunk)]
+        return torch.cat(rewards) if rewards else torch.zeros(0, device=self.device)
+
+
+def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
+    """What open_clip calls the model: its name, its weights (a tag, a file, or None), and whether it wants QuickGELU.
+
+    Loads nothing; asks the hub, once and briefly, for weights that are not in the cache.
+
+    Raises:
+        RewardModelError: no such model, tag, file or folder, or a hub that does not answer.
+    """
+    if clip_model == "tiny":
+        clip_model = TINY
+    if clip_model.startswith("local-dir:"):
+        folder = Path(clip_model.removeprefix("local-dir:"))
+        if not (folder / "open_clip_config.json").is_file():
+            raise RewardModelError(f"no CLIP model in {folder}: it holds no open_clip_config.json")
+        return clip_model, None, False
+    if clip_model.startswith("hf-hub:"):
+        check_hub(clip_model, clip_model.removeprefix("hf-hub:"), "")
+        return clip_model, None, False
+    name, _, pretrained = clip_model.partition("/")
+    if name not in open_clip.list_models():
+        raise RewardModelError(f"unknown CLIP model {name}{nearest(name, [*open_clip.list_models(), 'tiny'])}")
+    cfg = get_pretrained_cfg(name, pretrained)
+    if cfg:
+        check_hub(clip_model, *os.path.split(cfg["hf_hub"]))
+    elif not os.path.isfile(pretrained):
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        what = "weights file" if "/" in pretrained else "weights tag"
+        raise RewardModelError(f"{name} has no {what} {pretrained or '(none given)'}{nearest(pretrained, tags)}")
+    return name, pretrained, cfg.get("quick_gelu", False)  # OpenAI's weights are wrong with plain GELU
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The end of an error line: `; did you mean A, B or C?`"""
+    lower = {other.lower(): other for other in known}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.3)] or known[:3]
+    return f"; did you mean {' or '.join(close)}?" if close else "; give a path to a weights file"
+
+
+def check_hub(clip_model: str, repo: str, file: str) -> None:
+    """Find out at once, rather than after open_clip's minute of retries, that weights cannot be had."""
+    files = [file] if file else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]  # what open_clip looks for
+    try:
+        if any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
+            return
+        huggingface_hub.HfApi().model_info(repo, timeout=10)
+    except (RepositoryNotFoundError, huggingface_hub.errors.HFValidationError):
+        raise RewardModelError(f"the hub has no model {repo} (or it is private): check {clip_model}") from None
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise RewardModelError(f"cannot fetch {clip_model}: no answer from the hub ({reason}); {ELSEWHERE}") from error
+
+
+def check_length(text: str, tokenizer) -> None:
+    """Refuse a text that the tokenizer would cut: with twice the room it must not come out longer."""
+    room = tokenizer.context_length
+    padding = tokenizer([""], context_length=2 * room)[0, -2]  # (the last place of some models' texts is a class token)
+    length, full_length = ((tokenizer([text], context_length=n) != padding).sum() for n in (room, 2 * room))
+    if full_length > length:
+        raise RewardModelError(f'too long for this model, which reads {room} tokens; shorten it: "{text}"')

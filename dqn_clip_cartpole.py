@@ -1,0 +1,570 @@
+"""CartPole learned from one sentence: DQN whose only reward is a CLIP model's opinion of the frame.
+
+    python dqn_clip_cartpole.py --prompt "pole vertically upright on top of the cart"
+
+The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with DQN (Mnih et al., 2015). Read from top
+to bottom: settings, environment and drawing, replay buffer, network, evaluation, and the loop: act, label, learn, report.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import imageio.v3 as iio
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from PIL import Image, ImageDraw, ImageFont
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from clip_reward import CLIPReward, RewardModelError
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclass
+class Args:
+    """Teach CartPole with a sentence: DQN on the reward of a CLIP model. The paper's values are defaults unless said otherwise."""
+
+    prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)
+    """what the goal looks like; several sentences are averaged"""
+    baseline_prompt: tuple[str, ...] = ("pole and cart",)
+    """what the scene looks like in general"""
+    goal_baseline_alpha: float = 0.5
+    """α of goal-baseline regularization, 0 (plain cosine) to 1; most values in between work (paper, Section 4.2)"""
+    clip_model: str | None = None
+    """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny
+    (default: the paper's ViT-bigG-14/laion2b_s39b_b160k on CUDA, the bundled tiny on a CPU)"""
+    clip_batch_size: int = 128
+    """frames drawn and scored at once"""
+    reward: Literal["clip", "ground-truth"] = "clip"
+    """what the agent learns from; ground-truth (1 a step within CartPole-v1's limits) is for reference curves"""
+
+    seed: int = 1
+    """seed of the weights, the start states and the exploration"""
+    device: str | None = None
+    """cpu or cuda (default: cuda where there is one)"""
+    total_timesteps: int = 160_000
+    """environment steps, over all environments (paper: 3,000,000, with a model that has never seen the scene)"""
+    num_envs: int = 16
+    """environments simulated side by side"""
+    episode_length: int = 200
+    """steps of every episode"""
+    rollout_steps: int = 200
+    """steps of each environment between two rounds of labelling and learning"""
+    gradient_steps: int = 200
+    """updates a round, as in the paper"""
+
+    learning_starts: int = 6_400
+    """random steps before learning (paper: 75,000 of its 3,000,000)"""
+    learning_rate: float = 2.3e-3
+    """of Adam"""
+    buffer_size: int = 1_000_000
+    """transitions kept"""
+    gamma: float = 0.99
+    """discount factor"""
+    batch_size: int = 32
+    """transitions an update"""
+    target_network_frequency: int = 100
+    """updates between two copies of the Q-network into its target"""
+    start_e: float = 1.0
+    """share of random actions at the start"""
+    end_e: float = 0.05
+    """share of random actions from `exploration_fraction` on"""
+    exploration_fraction: float = 0.1
+    """share of the steps in which the share of random actions falls linearly"""
+
+    run_dir: Path | None = None
+    """folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)"""
+    checkpoint_every: int = 16_000
+    """environment steps between two checkpoints (paper: 64,000)"""
+    episodes: int = 100
+    """episodes of the final evaluation, or of --evaluate"""
+    resume: Path | None = None
+    """go on with the run in this folder, exactly and with its own settings"""
+    evaluate: Path | None = None
+    """only evaluate this checkpoint (with --episodes, --seed, --device) and make its video"""
+    track: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project_name: str = "clip-reward"
+    """its project there"""
+
+    def to_save(self) -> dict:
+        """The settings that make a run what it is, as plain values."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items() if k not in ("resume", "evaluate")}
+
+
+# ---- Environment and drawing
+
+SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400  # of Gymnasium's frame, in whose pixels the scene is described
+COLORS = ((255, 255, 255), (202, 152, 101), (129, 132, 203))  # background, pole, axle; cart and track are black
+X_LIMIT, THETA_LIMIT = 2.4, math.radians(12)  # where the original CartPole-v1 ends an episode
+
+
+class CartPole:
+    """`num_envs` cart-poles with the dynamics of Gymnasium's CartPole-v1, in float64 on `device`, all at the same step.
+
+    A state is (position x in m, its speed in m/s, pole angle θ in rad, its speed in rad/s); θ = 0 is upright, θ > 0 to the right.
+    As in the paper, no episode ends early, because that would tell the agent what the task is: each lasts `episode_length`
+    steps, θ is wrapped to [-π, π] and x clipped to ±2.4 m so that the cart stays in view. Nothing resets itself: call `reset`.
+    """
+
+    def __init__(self, num_envs: int, episode_length: int, device: torch.device):
+        self.num_envs, self.episode_length, self.device = num_envs, episode_length, device
+        self.single_observation_space = gym.spaces.Box(-math.inf, math.inf, (4,))
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.rng = torch.Generator(device)
+
+    def reset(self, seed: int | None = None) -> tuple[torch.Tensor, dict]:
+        """Start all episodes anew, near upright -> obs (num_envs, 4) float32, {}."""
+        if seed is not None:
+            self.rng.manual_seed(seed)
+        uniform = torch.rand(self.num_envs, 4, generator=self.rng, dtype=torch.float64, device=self.device)
+        self.state = 0.1 * uniform - 0.05
+        self.success = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self.t = 0
+        return self.state.float(), {}
+
+    def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+        """Actions (num_envs,) int, 0 = push left, 1 = right -> obs, rewards, terminations, truncations, infos.
+
+        The reward is the ground truth; infos["success"] (num_envs,) says whether no step so far left CartPole-v1's limits.
+        """
+        x, x_dot, theta, theta_dot = self.state.unbind(1)
+        force = 20.0 * actions - 10.0  # N
+        sin, cos = theta.sin(), theta.cos()
+        # Cart 1 kg, pole 0.1 kg, half its length 0.5 m, g = 9.8 m/s², Euler steps of 0.02 s; Gymnasium's names.
+        temp = (force + 0.05 * theta_dot.square() * sin) / 1.1
+        theta_acc = (9.8 * sin - cos * temp) / (0.5 * (4.0 / 3.0 - 0.1 * cos.square() / 1.1))
+        x_acc = temp - 0.05 * theta_acc * cos / 1.1
+        x, x_dot = x + 0.02 * x_dot, x_dot + 0.02 * x_acc
+        theta, theta_dot = theta + 0.02 * theta_dot, theta_dot + 0.02 * theta_acc
+        theta = torch.remainder(theta + math.pi, 2 * math.pi) - math.pi
+        self.state = torch.stack([x.clamp(-X_LIMIT, X_LIMIT), x_dot, theta, theta_dot], dim=1)
+        self.t += 1
+
+        obs = self.state.float()
+        rewards = ground_truth_reward(obs)
+        self.success &= rewards > 0
+        terminations = torch.zeros_like(self.success)  # no state is absorbing
+        truncations = torch.full_like(self.success, self.t >= self.episode_length)
+        return obs, rewards, terminations, truncations, {"success": self.success}
+
+    def state_dict(self) -> dict:
+        return {"state": self.state, "success": self.success, "t": self.t, "rng": self.rng.get_state()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state, self.success, self.t = state["state"].to(self.device), state["success"].to(self.device), state["t"]
+        self.rng.set_state(state["rng"])
+
+
+def ground_truth_reward(states: torch.Tensor) -> torch.Tensor:
+    """States (N, 4) -> 1.0 within CartPole-v1's limits, else 0.0 (N,): Gymnasium's reward, which there ends with the episode."""
+    return ((states[:, 0].abs() < X_LIMIT) & (states[:, 2].abs() <= THETA_LIMIT)).float()  # a clipped x was outside
+
+
+def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) -> torch.Tensor:
+    """Share of a pixel, `pixel` wide and centred at `position`, that lies within [-half, half]: exact anti-aliasing in 1-D."""
+    return ((position + pixel / 2).clamp(max=half) - (position - pixel / 2).clamp(min=-half)).clamp(min=0) / pixel
+
+
+def draw(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """States (N, 4) -> frames (N, 3, height, width) uint8 on the same device: Gymnasium's scene squashed to that size."""
+    x, theta = states[:, 0, None, None].float(), states[:, 2, None, None].float()  # (N, 1, 1)
+    pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
+    columns = (torch.arange(width, device=states.device) + 0.5) * pixel_x - 0.5  # a pixel's centre is an integer there
+    rows = SCREEN_HEIGHT - 0.5 - (torch.arange(height, device=states.device) + 0.5) * pixel_y
+    top = int((SCREEN_HEIGHT - 230) / pixel_y)  # above, all is white wherever the pole points
+    dx, dy = columns - (125 * x + 300), rows[top:, None] - 107.5  # from the axle: (N, 1, width), (height - top, 1)
+
+    # Coverage of each pixel by each part; the sizes are Gymnasium's plus the half pixel that its polygon filling adds.
+    cart = overlap(dx, 25.5, pixel_x) * overlap(dy + 7.5, 15.5, pixel_y)
+    track = overlap(dy + 7.5, 0.5, pixel_y)
+    axle = ((5.5 - (dx.square() + dy.square()).sqrt()) / math.sqrt(pixel_x * pixel_y) + 0.5).clamp(0, 1) * (1 - track)
+    sin, cos = theta.sin(), theta.cos()
+    across, along = cos * dx - sin * dy, sin * dx + cos * dy - 57.5  # in the pole's frame, from its middle
+    pixel_across, pixel_along = torch.hypot(cos * pixel_x, sin * pixel_y), torch.hypot(sin * pixel_x, cos * pixel_y)
+    pole = overlap(across, 5.5, pixel_across) * overlap(along, 63, pixel_along) * (1 - track) * (1 - axle)
+    white = (1 - cart) * (1 - track) * (1 - pole - axle)
+
+    shares = torch.stack([white, pole, axle])  # (3 parts, N, height - top, width)
+    pixels = torch.einsum("pnhw,pc->nchw", shares, torch.tensor(COLORS, dtype=torch.float32, device=states.device))
+    frames = torch.full((len(states), 3, height, width), 255, dtype=torch.uint8, device=states.device)
+    frames[:, :, top:] = pixels.round_().clamp_(0, 255).to(torch.uint8)
+    return frames
+
+
+# ---- Replay buffer and network
+
+
+class ReplayBuffer:
+    """A ring of transitions in preallocated tensors on the device. They enter unlabelled, and only labelled ones are sampled.
+
+    There is no "done": an episode only ever ends by its time limit, which is no property of the state, so the value of every
+    next state is bootstrapped. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
+    """
+
+    def __init__(self, capacity: int, device: torch.device):
+        self.capacity, self.device = capacity, device
+        self.obs = torch.zeros(capacity, 4, device=device)
+        self.next_obs = torch.zeros(capacity, 4, device=device)
+        self.actions = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.rewards = torch.full((capacity,), math.nan, device=device)  # a reward that was never written spoils the loss
+        self.pos = self.size = self.num_unlabelled = 0  # next place to write; transitions held; how many of them unlabelled
+
+    def add(self, obs: torch.Tensor, next_obs: torch.Tensor, actions: torch.Tensor) -> None:
+        """Append one transition of each environment, without rewards."""
+        n = len(actions)
+        i = (self.pos + torch.arange(n, device=self.device)) % self.capacity
+        self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i] = obs, next_obs, actions, math.nan
+        self.pos = (self.pos + n) % self.capacity
+        self.size = min(self.size + n, self.capacity)
+        self.num_unlabelled = min(self.num_unlabelled + n, self.capacity)
+
+    def unlabelled(self, batch_size: int) -> Iterator[torch.Tensor]:
+        """Indices of the unlabelled transitions, oldest first, in batches; a batch counts as labelled when the next is asked for."""
+        i = (self.pos - self.num_unlabelled + torch.arange(self.num_unlabelled, device=self.device)) % self.capacity
+        for batch in i.split(batch_size):
+            yield batch
+            self.num_unlabelled -= len(batch)
+
+    def sample(self, batch_size: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Labelled transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
+        i = torch.randint(self.size - self.num_unlabelled, (batch_size,), generator=rng, device=self.device)
+        i = (self.pos - self.size + i) % self.capacity  # counted from the oldest
+        return self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i]
+
+    def state_dict(self) -> dict:
+        tensors = {name: getattr(self, name)[: self.size].clone() for name in ("obs", "next_obs", "actions", "rewards")}
+        return tensors | {"pos": self.pos, "size": self.size, "num_unlabelled": self.num_unlabelled}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.pos, self.size, self.num_unlabelled = state["pos"], state["size"], state["num_unlabelled"]
+        for name in ("obs", "next_obs", "actions", "rewards"):
+            getattr(self, name)[: self.size] = state[name]
+
+
+class QNetwork(nn.Sequential):
+    """Observations (N, 4) -> action values (N, 2)."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2))
+
+
+# ---- Evaluation, pictures, files
+
+
+@torch.no_grad()
+def evaluate(q_network: QNetwork, reward_model: CLIPReward, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """Play `args.episodes` greedy episodes -> figures, states (episode_length, episodes, 4), their CLIP rewards."""
+    envs = CartPole(args.episodes, args.episode_length, reward_model.device)
+    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # start states that training has not seen
+    states = []
+    for _ in range(args.episode_length):
+        obs, _, _, _, infos = envs.step(q_network(obs).argmax(dim=1))
+        states.append(obs)
+    states = torch.stack(states)
+    chunks = tqdm(states.flatten(0, 1).split(args.clip_batch_size), desc=f"score {args.episodes} episodes", leave=False)
+    rewards = torch.cat([reward_model(draw(chunk, *reward_model.size)) for chunk in chunks]).view(states.shape[:2])
+    figures = {
+        "success_rate": infos["success"].float().mean().item(),
+        "clip_return": rewards.sum(0).mean().item(),
+        "ground_truth_return": ground_truth_reward(states.flatten(0, 1)).sum().item() / args.episodes,
+    }
+    return figures, states, rewards
+
+
+def picture(states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
+    """States (T, 4) of one episode and their rewards (T,) -> a strip of eight frames, each with its step and CLIP reward."""
+    steps = torch.linspace(0, len(states) - 1, 8).round().long().to(states.device)
+    strip = Image.new("RGB", (8 * 200, 150), "gray")
+    pen = ImageDraw.Draw(strip)
+    for k, frame in enumerate(draw(states[steps], 124, 196).permute(0, 2, 3, 1).cpu().numpy()):
+        strip.paste(Image.fromarray(frame), (k * 200 + 2, 2))
+        pen.text(
+            (k * 200 + 20, 130), f"step {steps[k] + 1}   reward {rewards[steps[k]]:.3f}", "white", ImageFont.load_default(14)
+        )
+    return strip
+
+
+def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor) -> None:
+    """States (T, N, 4) and rewards (T, N) -> the N episodes one after another as an mp4, each frame with its CLIP reward."""
+    temporary = path.with_suffix(".tmp.mp4")
+    with iio.imopen(temporary, "w", plugin="pyav") as file:
+        file.init_video_stream("libx264", fps=50)  # real time: a step is 0.02 s
+        for episode in range(states.shape[1]):
+            for state, reward in zip(states[:, episode].split(1), rewards[:, episode]):
+                frame = Image.fromarray(draw(state, 400, 600)[0].permute(1, 2, 0).cpu().numpy())
+                text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
+                ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
+                file.write_frame(np.asarray(frame))
+    os.replace(temporary, path)
+
+
+def report_evaluation(path: Path, args: Args, figures: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
+    """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
+    versions = {name: version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
+    strip = picture(states[:, 0], rewards[:, 0])
+    strip.save(path.with_suffix(".png"))
+    write_video(path.with_suffix(".mp4"), states[:, :3], rewards[:, :3])
+    save(path.with_suffix(".json"), figures | {"settings": args.to_save(), "versions": versions})
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
+    print(f"{'written to':>20}  {path}.json, .mp4, .png")
+    return strip
+
+
+def save(path: Path, content: dict) -> None:
+    """Write a .pt or .json file whole or not at all: a kill at any moment leaves the old one."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        if path.suffix == ".json":
+            file.write((json.dumps(content, indent=2) + "\n").encode())
+        else:
+            torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def fail(message: str) -> None:
+    print(f"{SCRIPT}.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_settings() -> tuple[Args, dict | None]:
+    """The command line -> checked settings and, with --resume or --evaluate, the checkpoint that most of them come from."""
+    args, checkpoint = tyro.cli(Args), None
+    if args.resume and args.evaluate:
+        fail("--resume goes on with a training, --evaluate only looks at one: give one of the two")
+    if args.resume or args.evaluate:
+        path = args.evaluate or args.resume / "checkpoint.pt"
+        given = {name: value for name, value in asdict(args).items() if value != getattr(Args(), name)}
+        own = given.keys() - ({"evaluate", "episodes", "seed", "device"} if args.evaluate else {"resume"})
+        if own:
+            fail(
+                f"{path} brings its own settings: leave out {', '.join('--' + name.replace('_', '-') for name in sorted(own))}"
+            )
+        if not path.is_file():
+            fail(f"there is no checkpoint {path}")
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            args = Args(
+                **checkpoint["settings"] | given | ({"run_dir": args.resume} if args.resume else {"device": args.device})
+            )
+            assert checkpoint["script"] == SCRIPT
+        except Exception:  # whatever the file holds instead
+            fail(f"{path} is not a checkpoint of {SCRIPT}.py")
+
+    for name, value in asdict(args).items():
+        flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
+        if type(value) is int and value < least:
+            fail(f"{flag} must be at least {least}, not {value}")
+        if type(value) is float and not 0 <= value <= 1:
+            fail(f"{flag} must lie between 0 and 1, not {value}")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"no device {args.device} here ({str(error).splitlines()[0]}); try --device cpu")
+    args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
+    args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
+    if not checkpoint and args.run_dir.exists():
+        fail(f"{args.run_dir} exists: go on with --resume {args.run_dir}, or choose another --run-dir")
+    parent = next(folder for folder in args.run_dir.absolute().parents if folder.exists())
+    if not checkpoint and not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        fail(f"cannot make the run folder {args.run_dir}: {parent} is not a folder that can be written to")
+    if args.track and not find_spec("wandb"):
+        fail("--track needs Weights & Biases: pip install wandb")
+    return args, checkpoint
+
+
+# ---- The loop
+
+
+def main() -> None:
+    args, checkpoint = read_settings()
+    device = torch.device(args.device)
+    try:
+        reward_model = CLIPReward(
+            args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size
+        )
+    except RewardModelError as error:
+        fail(str(error))
+    about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
+    print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} on {args.device}")
+
+    torch.manual_seed(args.seed)
+    q_network, target_network = QNetwork().to(device), QNetwork().to(device)
+    target_network.load_state_dict(q_network.state_dict())
+    if args.evaluate:
+        q_network.load_state_dict(checkpoint["q_network"])
+        path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
+        report_evaluation(path, args, *evaluate(q_network, reward_model, args))
+        return
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate)
+    rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.rollout_steps), device)
+    envs = CartPole(args.num_envs, args.episode_length, device)
+    envs.reset(seed=args.seed)
+    rng = torch.Generator(device).manual_seed(args.seed)  # exploration and sampling
+    global_step, updates, best_return, success_rate, training_seconds = 0, 0, -math.inf, 0.0, 0.0
+    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "rb": rb, "envs": envs}
+
+    def save_checkpoint() -> None:
+        """All that the rest of the run depends on, so that a resumed run is the unbroken one, bit for bit on a CPU."""
+        writer.flush()
+        counters = (global_step, updates, best_return, success_rate, training_seconds)
+        content = {"script": SCRIPT, "settings": args.to_save(), "counters": counters, "rng": rng.get_state()}
+        save(args.run_dir / "checkpoint.pt", content | {name: part.state_dict() for name, part in parts.items()})
+
+    if checkpoint:
+        global_step, updates, best_return, success_rate, training_seconds = checkpoint["counters"]
+        rng.set_state(checkpoint["rng"])
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+    else:
+        try:
+            args.run_dir.mkdir(parents=True)
+        except OSError as error:
+            fail(f"cannot make the run folder {args.run_dir}: {error.strerror}")
+    if args.track:
+        import wandb
+
+        name = args.run_dir.name
+        wandb.init(project=args.wandb_project_name, id=name, config=args.to_save(), resume="allow", sync_tensorboard=True)
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged after its last checkpoint
+    if not checkpoint:
+        rows = "\n".join(f"|{name}|{value}|" for name, value in args.to_save().items())
+        writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{rows}")
+        save_checkpoint()
+
+    stop = []  # the signal that asks to stop, once it came; the round in progress is finished first
+
+    def request_stop(signum: int, _) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(signum)
+        progress.write("finishing this round first (once more: stop at once, back to the last checkpoint)")
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", desc="train", smoothing=0.05)
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    obs = envs.state.float()
+    while global_step < args.total_timesteps and not stop:
+        seconds = dict.fromkeys(("simulate", "draw", "clip", "update"), 0.0)
+        start = clock()
+        step_before = global_step
+
+        # ---- Act: epsilon-greedily in all environments at once. The transitions enter the buffer without rewards.
+        for _ in range(min(args.rollout_steps, math.ceil((args.total_timesteps - global_step) / args.num_envs))):
+            progress_made = global_step / max(1, args.exploration_fraction * args.total_timesteps)
+            epsilon = max(args.end_e, args.start_e + (args.end_e - args.start_e) * progress_made)
+            epsilon = 1.0 if global_step < args.learning_starts else epsilon
+            explore = torch.rand(args.num_envs, generator=rng, device=device) < epsilon
+            random_actions = torch.randint(2, (args.num_envs,), generator=rng, device=device)
+            with torch.no_grad():
+                actions = torch.where(explore, random_actions, q_network(obs).argmax(dim=1))
+            next_obs, _, _, _, infos = envs.step(actions)
+            rb.add(obs, next_obs, actions)  # next_obs is the state after the step even at an episode's end
+            obs = next_obs
+            global_step += args.num_envs
+            if envs.t == args.episode_length:
+                success_rate = infos["success"].float().mean().item()
+                obs, _ = envs.reset()
+        seconds["simulate"] = clock() - start
+
+        # ---- Label: draw the state after each step, score the frames with CLIP, write the rewards (Algorithm 1; Definition 1).
+        states, clip_rewards = [], []
+        for i in rb.unlabelled(args.clip_batch_size):
+            t0 = clock()
+            frames = draw(rb.next_obs[i], *reward_model.size)  # (batch, 3, height, width) uint8, dropped once scored
+            t1 = clock()
+            states.append(rb.next_obs[i])
+            clip_rewards.append(reward_model(frames))
+            rb.rewards[i] = clip_rewards[-1] if args.reward == "clip" else ground_truth_reward(states[-1])
+            seconds["draw"] += t1 - t0
+            seconds["clip"] += clock() - t1
+        states, clip_rewards = torch.cat(states), torch.cat(clip_rewards)  # (steps * num_envs, 4) and (steps * num_envs,)
+        clip_return = clip_rewards.mean().item() * args.episode_length
+        ground_truth_return = ground_truth_reward(states).mean().item() * args.episode_length
+        training_return = clip_return if args.reward == "clip" else ground_truth_return
+        if training_return > best_return:  # of the policy that played this round, which has not been updated yet
+            best_return = training_return
+            best = {"script": SCRIPT, "settings": args.to_save(), "q_network": q_network.state_dict()}
+            save(args.run_dir / "best.pt", best)
+
+        # ---- Learn: ordinary DQN on labelled transitions.
+        t0 = clock()
+        for _ in range(args.gradient_steps if global_step > args.learning_starts else 0):
+            b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rng)
+            with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
+                td_target = b_rewards + args.gamma * target_network(b_next_obs).max(dim=1).values
+            q_values = q_network(b_obs).gather(1, b_actions[:, None]).squeeze(1)
+            loss = F.smooth_l1_loss(q_values, td_target)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(q_network.parameters(), 10)
+            optimizer.step()
+            updates += 1
+            if updates % args.target_network_frequency == 0:
+                target_network.load_state_dict(q_network.state_dict())
+        seconds["update"] = clock() - t0
+
+        # ---- Report.
+        elapsed = clock() - start
+        training_seconds += elapsed
+        progress.update(min(global_step, args.total_timesteps) - progress.n)
+        progress.set_postfix(clip_return=f"{clip_return:.1f}", success=f"{success_rate:.2f}")
+        scalars = {"charts/clip_return": clip_return, "charts/ground_truth_return": ground_truth_return}
+        scalars |= {"charts/success_rate": success_rate, "charts/epsilon": epsilon}
+        scalars |= {"charts/SPS": (global_step - step_before) / elapsed}
+        scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
+        if global_step > args.learning_starts:
+            scalars |= {"losses/td_loss": loss.item(), "losses/q_values": q_values.mean().item()}
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, global_step)
+        if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
+            strip = picture(states[:: args.num_envs], clip_rewards[:: args.num_envs])  # the first environment's
+            writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
+            strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
+        if global_step // args.checkpoint_every > step_before // args.checkpoint_every:
+            save_checkpoint()
+
+    progress.close()
+    save_checkpoint()
+    if stop:
+        print(f"stopped at step {global_step}, nothing lost; go on with: python {SCRIPT}.py --resume {args.run_dir}")
+        sys.exit(128 + stop[0])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    q_network.load_state_dict(torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)["q_network"])
+    figures, states, rewards = evaluate(q_network, reward_model, args)
+    figures["steps_per_second"] = global_step / training_seconds
+    strip = report_evaluation(args.run_dir / "result", args, figures, states, rewards)
+    writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
+    writer.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; a training that had begun goes on from its last checkpoint with --resume")

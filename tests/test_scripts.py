@@ -1,0 +1,211 @@
+"""Each script as a user runs it: bad input, resume after kill -9, Ctrl-C, evaluation, and a training that succeeds."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dqn_clip_cartpole
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"dqn_clip_cartpole": dqn_clip_cartpole}
+SHORT = {
+    "dqn_clip_cartpole": "--total-timesteps 2400 --num-envs 4 --episode-length 30 --rollout-steps 30 --learning-starts 300 "
+    "--checkpoint-every 240 --buffer-size 1000 --gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
+}
+
+
+def start(script: str, *arguments, folder: Path) -> subprocess.Popen:
+    command = [sys.executable, ROOT / f"{script}.py", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(script: str, *arguments, folder: Path) -> str:
+    process = start(script, *arguments, folder=folder)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out
+
+
+def result(run_dir: Path) -> dict:
+    figures = json.loads((run_dir / "result.json").read_text())
+    assert figures.pop("steps_per_second") > 0
+    figures["settings"].pop("run_dir")
+    return figures
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def unbroken(request, tmp_path_factory) -> tuple[str, Path]:
+    """A short run that nothing disturbed -> script, run folder."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    out = run(request.param, *SHORT[request.param].split(), "--run-dir", folder / "run", folder=folder)
+    first, *_ = out.splitlines()
+    assert "CLIP model tiny" in first and "trained on these very scenes" in first and "no evidence of zero-shot" in first
+    for name in ("success rate", "clip return", "ground truth return", "steps per second"):
+        assert re.search(rf"{name} +-?\d", out)
+    return request.param, folder / "run"
+
+
+def test_a_run_leaves_what_it_promises(unbroken):
+    import av
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    script, run_dir = unbroken
+    figures = result(run_dir)
+    assert {"success_rate", "clip_return", "ground_truth_return", "settings", "versions"} <= set(figures)
+    assert figures["settings"]["seed"] == 3 and figures["versions"]["torch"] == torch.__version__
+    for name in ("checkpoint.pt", "best.pt"):
+        torch.load(run_dir / name, weights_only=True)
+    assert not list(run_dir.glob("*tmp*"))
+
+    with av.open(str(run_dir / "result.mp4")) as video:
+        assert video.streams.video[0].codec_context.name == "h264" and video.streams.video[0].format.name == "yuv420p"
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    assert len(frames) == 3 * figures["settings"]["episode_length"]
+    assert abs(frames[0].astype(int) - frames[25]).max() > 50  # something moves
+
+    events = EventAccumulator(str(run_dir), {"images": 0, "scalars": 0}).Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert {"charts/clip_return", "charts/ground_truth_return", "charts/success_rate", "charts/SPS"} <= scalars
+    assert {f"seconds_per_round/{phase}" for phase in ("simulate", "draw", "clip", "update")} <= scalars
+    assert any(name.startswith("losses/") for name in scalars)
+    assert [event.step for event in events.Images("frames")] == [120, 1200, 2400]
+    assert "hyperparameters/text_summary" in events.Tags()["tensors"]
+
+
+def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path):
+    script, whole = unbroken
+    process = start(script, *SHORT[script].split(), "--run-dir", tmp_path / "run", folder=tmp_path)
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    killed_at = []
+    for delay in (0.0, 0.15, 0.4):  # after the first checkpoint of each life, some time later
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        while process.poll() is None and (not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before):
+            time.sleep(0.002)
+        time.sleep(delay)
+        assert process.poll() is None, process.communicate()
+        process.kill()
+        process.communicate()
+        killed_at.append(torch.load(checkpoint, weights_only=True)["global_step"])
+        process = start(script, "--resume", tmp_path / "run", folder=tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert killed_at[0] < killed_at[-1] < 2400
+    assert result(tmp_path / "run") == result(whole)
+    a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, tmp_path / "run"))
+    assert all(torch.equal(a["q_network"][name], b["q_network"][name]) for name in a["q_network"])
+    assert all(torch.equal(a["rb"][name], b["rb"][name]) for name in ("obs", "next_obs", "actions", "rewards"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path, number):
+    script, whole = unbroken
+    options = SHORT[script].replace("--checkpoint-every 240", "--checkpoint-every 1000000").split()
+    process = start(script, *options, "--run-dir", "run", folder=tmp_path)
+    while not (tmp_path / "run" / "best.pt").exists():  # the end of the first round
+        time.sleep(0.002)
+        assert process.poll() is None, process.communicate()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in err
+    assert f"python {script}.py --resume run" in out
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert 0 < saved["global_step"] < 2400
+    if number == signal.SIGINT:
+        run(script, "--resume", "run", folder=tmp_path)
+        again, once = result(tmp_path / "run"), result(whole)
+        assert {k: again[k] for k in once if k != "settings"} == {k: once[k] for k in once if k != "settings"}
+
+
+def test_evaluate_a_checkpoint(unbroken, tmp_path):
+    script, run_dir = unbroken
+    before = {path: path.stat().st_mtime_ns for path in run_dir.iterdir()}
+    out = run(script, "--evaluate", run_dir / "best.pt", "--episodes", 5, "--device", "cpu", folder=tmp_path)
+    figures = json.loads((run_dir / "best_evaluation.json").read_text())
+    for name in ("success_rate", "clip_return", "ground_truth_return"):
+        assert figures[name] == result(run_dir)[name]
+    assert "success rate" in out and (run_dir / "best_evaluation.mp4").stat().st_size > 1000
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    run(script, "--evaluate", run_dir / "checkpoint.pt", "--episodes", 2, "--seed", 9, folder=tmp_path)
+    assert json.loads((run_dir / "checkpoint_evaluation.json").read_text())["settings"]["episodes"] == 2
+    assert not list(tmp_path.iterdir())
+
+
+BAD = [
+    ("--clip-model ViT-B-23/openai", "did you mean ViT-B-32"),
+    ("--clip-model ViT-B-32//no/such/weights.pt", "no weights file"),
+    ("--clip-model local-dir:/no/such", "no CLIP model in"),
+    ("--goal-baseline-alpha 1.5", "between 0 and 1"),
+    ("--goal-baseline-alpha -0.1", "between 0 and 1"),
+    ("--goal-baseline-alpha x", "x"),
+    ("--prompt", "prompt is empty"),
+    ("--prompt ''", "prompt is empty"),
+    ("--baseline-prompt ' '", "prompt is empty"),
+    ("--prompt '" + "upright " * 40 + "'", "too long for this model"),
+    ("--device cuda", "no device cuda"),
+    ("--device toaster", "no device toaster"),
+    ("--num-envs 0", "--num-envs must be at least 1"),
+    ("--total-timesteps -5", "--total-timesteps must be at least 1"),
+    ("--episodes 0", "--episodes must be at least 1"),
+    ("--clip-batch-size 0", "--clip-batch-size must be at least 1"),
+    ("--learning-rate 0", "--learning-rate must be positive"),
+    ("--gamma 1.5", "--gamma must lie between 0 and 1"),
+    ("--run-dir FILE/run", "cannot make the run folder"),
+    ("--run-dir .", "exists"),
+    ("--resume no/such/run", "there is no checkpoint"),
+    ("--evaluate no/such/best.pt", "there is no checkpoint"),
+    ("--evaluate FILE", "is not a checkpoint of"),
+    ("--evaluate FOREIGN", "is not a checkpoint of"),
+    ("--resume . --evaluate FILE", "give one of the two"),
+    ("--resume RUN --seed 5", "leave out --seed"),
+    ("--evaluate RUN/best.pt --prompt x", "leave out --prompt"),
+    ("--no-such-flag", "no-such-flag"),
+    ("--track", "pip install wandb"),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("arguments, expected", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(script, arguments, expected, unbroken, tmp_path, monkeypatch, capsys):
+    import shlex
+
+    import clip_reward
+
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has the CUDA device that the test wants to be absent")
+    (tmp_path / "FILE").write_text("not a checkpoint")
+    torch.save({"script": "another", "settings": {}}, tmp_path / "FOREIGN")
+    left = sorted(tmp_path.rglob("*"))
+    device = [] if "--device" in arguments or "RUN" in arguments or "resume" in arguments else ["--device", "cpu"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(arguments.replace("RUN", str(unbroken[1]))), *device])
+    monkeypatch.setattr(clip_reward.open_clip, "create_model_from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
+    monkeypatch.setattr(SCRIPTS[script], "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        SCRIPTS[script].main()
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and expected in err
+    if expected not in ("x", "no-such-flag"):  # those are tyro's, which frames its errors
+        assert out == "" and err.count("\n") == 1 and err.startswith(f"{script}.py: error: ")
+    assert sorted(tmp_path.rglob("*")) == left
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_hub_out_of_reach_stops_a_script_the_same_way(script, tmp_path):
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
+    command = [sys.executable, ROOT / f"{script}.py", "--clip-model", "ViT-bigG-14/laion2b_s39b_b160k", "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "cannot fetch ViT-bigG-14/laion2b_s39b_b160k" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_cartpole_learns_from_the_sentence(tmp_path):
+    run("dqn_clip_cartpole", "--seed", 1, "--device", "cpu", "--run-dir", tmp_path / "run", folder=tmp_path)
+    assert result(tmp_path / "run")["success_rate"] >= 0.95

@@ -1,0 +1,275 @@
+"""Train the bundled model: a small CLIP that knows nothing but the scenes of this project.
+
+    python tiny_clip/train.py            # trains, writes the model into this folder, prints the held-out figures
+    python tiny_clip/train.py --evaluate # the held-out figures of the model that is there
+
+Frames are drawn anew for every batch by the scripts' own drawing functions, captions are composed from the state. To add a
+scene, write one function like `cartpole_scene` and add it to `SCENES`. See README.md in this folder for the figures.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+import torch.nn.functional as F
+import tyro
+from safetensors.torch import save_file
+from tqdm import trange
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import dqn_clip_cartpole  # noqa: E402
+from clip_reward import CLIPReward  # noqa: E402
+
+SIZE = 64  # pixels, frames are square
+MODEL_CFG = {
+    "embed_dim": 128,
+    "vision_cfg": {"image_size": SIZE, "layers": [2, 2, 2, 2], "width": 8, "patch_size": None},
+    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2},
+}
+PREPROCESS_CFG = {"size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "squash"}
+
+# The paper's prompts (Table 3). No caption may equal one of them: the reward has to come from understanding other wordings.
+HELD_OUT = ("pole vertically upright on top of the cart", "pole and cart")
+
+
+@dataclass
+class Args:
+    """Train tiny_clip from nothing and write it into this folder."""
+
+    evaluate: bool = False
+    """only print the held-out figures of the model in `output`"""
+    output: Path = HERE
+    """folder for the model"""
+    steps: int = 500
+    """optimizer steps"""
+    batch_size: int = 512
+    """image-text pairs a step"""
+    learning_rate: float = 2e-3
+    """peak of the cosine schedule"""
+    weight_decay: float = 0.05
+    """of AdamW, on matrices only"""
+    seed: int = 1
+    """of weights, states and captions"""
+
+
+# ---- Scenes: n -> frames (n, 3, SIZE, SIZE) uint8, n captions, facts (n, F) int, mentioned (n, F) bool. A fact is a number that
+# holds for the frame (which way the pole leans, in which fifth of the track the cart is, …); `mentioned` marks those that the
+# caption speaks of. So caption i is true of frame j if the two agree in every fact that i mentions: the loss needs to know.
+
+
+def pick(rng: np.random.Generator, words: str) -> str:
+    """One of the alternatives "a|b|c"."""
+    options = words.split("|")
+    return options[rng.integers(len(options))]
+
+
+EXACTLY = "perfectly|exactly|precisely|completely|absolutely|quite"
+CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says where that holds, and where it does not
+    (
+        3,
+        f"{EXACTLY} upright|{EXACTLY} vertical|{EXACTLY} balanced|{EXACTLY} straight|standing vertically|vertically balanced"
+        "|held vertically|pointing vertically up|straight up|vertically aligned",
+        "",
+    ),
+    (
+        12,
+        "upright|vertical|standing upright|balanced|standing straight|upright and balanced|held upright|standing up|erect|in balance",
+        "tilted|leaning|not upright|not vertical|off balance|no longer vertical|tipping over|unbalanced|slanted",
+    ),
+    (
+        30,
+        "roughly upright|mostly upright|nearly vertical|close to upright|almost balanced",
+        "leaning far over|falling|strongly tilted",
+    ),
+    (60, "pointing up|rather steep|not fallen yet", "fallen|fallen over|toppled|fallen down|knocked over"),
+    (90, "pointing upwards|above the track|rising", "pointing below the track|hanging|pointing down|dropped|hanging down"),
+    (
+        150,
+        "",
+        "hanging straight down|upside down|pointing straight down|hanging vertically below the cart|fallen all the way down",
+    ),
+)
+CARTPOLE_PLACES = ("at the far left", "to the left", "in the middle", "to the right", "at the far right")
+
+
+def cartpole_scene(n: int, rng: np.random.Generator):
+    """Cart-poles: half of them within 25° of upright, the rest at any angle; the cart anywhere on the track."""
+    degrees = np.where(rng.random(n) < 0.5, rng.uniform(-25, 25, n), rng.uniform(-180, 180, n))
+    x = rng.uniform(-2.4, 2.4, n)
+    states = np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)
+    frames = dqn_clip_cartpole.draw(torch.from_numpy(states), SIZE, SIZE)
+
+    within = np.stack([np.abs(degrees) <= limit for limit, _, _ in CARTPOLE_POSTURES], axis=1)
+    horizontal = np.abs(np.abs(degrees) - 90) < 15
+    side = degrees > 0
+    place = np.floor((x + 2.4) / 0.96).clip(0, 4).astype(int)
+    fives = np.round(np.abs(degrees) / 5).astype(int)
+    facts = np.concatenate([within, np.stack([horizontal, side, place, fives], axis=1)], axis=1).astype(int)
+    HORIZONTAL, SIDE, PLACE, FIVES = range(len(CARTPOLE_POSTURES), facts.shape[1])
+    mentioned = np.zeros(facts.shape, dtype=bool)
+    captions = []
+    for i, says in enumerate(mentioned):
+        pole = pick(rng, "pole|the pole|a pole|a wooden pole|a stick|the rod")
+        cart = pick(rng, "the cart|a cart|a black cart|cart|the small black cart")
+        on = pick(rng, f"on {cart}|on top of {cart}|attached to {cart}|of {cart}||")
+        way = "right" if side[i] else "left"
+        kind = rng.random()
+        if kind < 0.05:  # what the baseline says, in other words: true of every frame of the scene
+            text = pick(
+                rng, f"{cart} with {pole}|{pole} attached to {cart}|{cart} and {pole}|{pole} and {cart} on a track|cart pole"
+            )
+        elif kind < 0.12:
+            text = f"{cart} {CARTPOLE_PLACES[place[i]]}" + pick(rng, "| of the track| with a pole")
+            says[PLACE] = True
+        elif kind < 0.25 and not within[i, 0]:
+            text = pick(
+                rng, f"{pole} {on} leaning {fives[i] * 5} degrees to the {way}|{pole} {fives[i] * 5} degrees {way} of vertical"
+            )
+            says[[SIDE, FIVES]] = True
+        else:
+            if horizontal[i] and rng.random() < 0.4:
+                how, says[HORIZONTAL] = pick(rng, "horizontal|lying flat|sideways|level with the ground"), True
+            else:
+                can_say = [k for k, words in enumerate(CARTPOLE_POSTURES) if words[1 if within[i, k] else 2]]
+                k = rng.choice(can_say)
+                how, says[k] = pick(rng, CARTPOLE_POSTURES[k][1 if within[i, k] else 2]), True
+            text = pick(
+                rng, f"{pole} {how} {on}|{pole} {on} {how}|{pole} is {how} {on}|{pole} {on} is {how}|{how} {pole} {on}"
+            )
+            if not within[i, 0] and within[i, -1] and rng.random() < 0.3:
+                text += pick(rng, " to the | towards the |, on the ") + way
+                says[SIDE] = True
+            if rng.random() < 0.25:
+                text += pick(rng, ", the cart |, cart |, with the cart ") + CARTPOLE_PLACES[place[i]]
+                says[PLACE] = True
+        text = " ".join(text.replace(" ,", ",").split())
+        captions.append(text + " on a track" if text in HELD_OUT else text)
+    return frames, captions, torch.from_numpy(facts), torch.from_numpy(mentioned)
+
+
+SCENES: tuple[Callable, ...] = (cartpole_scene,)
+
+
+# ---- Training
+
+
+def is_true(facts: torch.Tensor, mentioned: torch.Tensor) -> torch.Tensor:
+    """(captions i, frames j) bool: does caption i hold for frame j?"""
+    agree = facts[:, None] == facts[None]  # (i, j, F)
+    return (agree | ~mentioned[:, None]).all(-1)
+
+
+def contrastive_loss(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """CLIP's symmetric loss with all true pairs of the batch as targets, not only the diagonal (as in UniCL, Yang et al. 2022).
+
+    Each caption is true of many frames. Were those its negatives, the loss would fight itself; as positives they also give a
+    general caption ("a cart with a pole") its place: equally close to all frames of its scene.
+    """
+    logits = scale * text @ image.T  # (captions i, frames j)
+    of_text, of_image = true / true.sum(1, keepdim=True), true.T / true.T.sum(1, keepdim=True)
+    return (F.cross_entropy(logits, of_text) + F.cross_entropy(logits.T, of_image)) / 2
+
+
+def train(args: Args) -> None:
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+    model = open_clip.CLIP(**MODEL_CFG)
+    model.visual.to(memory_format=torch.channels_last)  # twice as fast for convolutions on a CPU
+    tokenizer = open_clip.SimpleTokenizer(context_length=MODEL_CFG["text_cfg"]["context_length"])
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.98), eps=1e-6, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False
+    )
+    progress = trange(args.steps, desc="train tiny_clip", unit="step")
+    for step in progress:
+        frames, captions, facts, mentioned = SCENES[step % len(SCENES)](args.batch_size, rng)
+        pixels = (frames.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
+        image = model.encode_image(pixels, normalize=True)
+        text = model.encode_text(tokenizer(captions), normalize=True)
+        loss = contrastive_loss(image, text, model.logit_scale.exp(), is_true(facts, mentioned).float())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, math.log(100))
+        if step % 10 == 0:
+            progress.set_postfix(loss=f"{loss.item():.3f}", scale=f"{model.logit_scale.exp().item():.1f}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    weights = {name: w.half() if w.is_floating_point() else w for name, w in model.state_dict().items()}
+    save_file({k: w.contiguous() for k, w in weights.items()}, args.output / "open_clip_model.safetensors")
+    config = {"model_cfg": MODEL_CFG, "preprocess_cfg": PREPROCESS_CFG}
+    (args.output / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ---- Held-out figures
+
+
+def epic_distance(reward: torch.Tensor, label: torch.Tensor) -> float:
+    """EPIC distance of a goal-based reward to a 0/1 label: sqrt((1 - Pearson correlation) / 2) (paper, Lemma 1)."""
+    correlation = torch.corrcoef(torch.stack([reward.double(), label.double()]))[0, 1].item()
+    return math.sqrt((1 - correlation) / 2)
+
+
+def evaluate_cartpole(folder: Path, n: int = 10_000) -> dict:
+    """EPIC distance to "within 12° of upright" (CartPole's own limit) on half such states, half at any other angle, and the
+    angle of the highest mean reward (over cart positions, in steps of half a degree)."""
+    rng = np.random.default_rng(10_000)  # never used in training
+    degrees = np.concatenate([rng.uniform(-12, 12, n // 2), rng.choice([-1, 1], n // 2) * rng.uniform(12, 180, n // 2)])
+    states = torch.zeros(n, 4, dtype=torch.float64)
+    states[:, 0] = torch.from_numpy(rng.uniform(-2.4, 2.4, n))
+    states[:, 2] = torch.from_numpy(np.radians(degrees))
+    label = torch.from_numpy(np.abs(degrees) <= 12)
+    sweep = torch.linspace(-180, 180, 721)
+    grid = torch.zeros(721, 25, 4)
+    grid[..., 0], grid[..., 2] = torch.linspace(-2.3, 2.3, 25), torch.deg2rad(sweep)[:, None]
+    reward_model = CLIPReward(f"local-dir:{folder}", HELD_OUT[0], HELD_OUT[1])
+
+    def embed(states: torch.Tensor) -> torch.Tensor:
+        return torch.cat([reward_model.embed(dqn_clip_cartpole.draw(chunk, SIZE, SIZE)) for chunk in states.split(256)])
+
+    embedded, embedded_grid = embed(states), embed(grid.flatten(0, 1))
+    figures = {}
+    for alpha in (0.0, 0.25, 0.5, 0.75, 1.0):
+        reward_model.alpha = alpha
+        curve = reward_model.reward(embedded_grid).view(721, 25)
+        if alpha in (0.0, 0.5):
+            for prompt in (
+                "a pole balanced vertically on the cart",
+                "the stick stands straight up on the cart",
+                "a vertical pole on a cart",
+                "the pole is in an upright position",
+            ):
+                other = CLIPReward(f"local-dir:{folder}", prompt, HELD_OUT[1], alpha)
+                print(f"  alpha {alpha} {prompt}: epic {epic_distance(other.reward(embedded), label):.3f}")
+        figures[f"alpha {alpha}"] = {
+            "epic": epic_distance(reward_model.reward(embedded), label),
+            "peak_degrees": sweep[curve.mean(1).argmax()].item(),
+            "curve": {
+                d: round(curve.mean(1)[int(d + 180) * 2].item(), 3)
+                for d in (-180, -90, -45, -20, -12, -8, -5, -3, 0, 3, 5, 8, 12, 20, 45, 90, 180)
+            },
+            "spread over x at 0": [round(v, 3) for v in curve[360, ::4].tolist()],
+        }
+    return figures
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    start = time.time()
+    if not args.evaluate:
+        train(args)
+        print(f"trained in {time.time() - start:.0f} s")
+    for k, v in evaluate_cartpole(args.output).items():
+        print(k, v)
