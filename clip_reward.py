@@ -44,6 +44,7 @@ class CLIPReward(torch.nn.Module):
 
     Args:
         clip_model: `NAME/TAG` (`ViT-B-32/openai`), `NAME//path/to/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
+            (A file of OpenAI's own weights wants the architecture `NAME-quickgelu`; with a tag that goes by itself.)
         prompts, baseline_prompts: one text or several; g and b are the means of the texts' unit embeddings, as in the
             paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.

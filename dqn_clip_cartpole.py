@@ -73,13 +73,13 @@ class Args:
     learning_rate: float = 2.3e-3
     """of Adam"""
     buffer_size: int = 1_000_000
-    """transitions kept"""
+    """transitions kept, at least one round of them"""
     gamma: float = 0.99
     """discount factor"""
     batch_size: int = 32
     """transitions an update"""
     target_network_frequency: int = 100
-    """updates between two copies of the Q-network into its target"""
+    """updates between two copies of the Q-network into its target (paper: Stable-Baselines3's default, 10,000 steps)"""
     start_e: float = 1.0
     """share of random actions at the start"""
     end_e: float = 0.05
@@ -318,9 +318,9 @@ def report_evaluation(path: Path, args: Args, figures: dict, states: torch.Tenso
     """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
     versions = {name: version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
     strip = picture(states[:, 0], rewards[:, 0])
-    strip.save(path.with_suffix(".png"))
-    write_video(path.with_suffix(".mp4"), states[:, :3], rewards[:, :3])
-    save(path.with_suffix(".json"), figures | {"settings": args.to_save(), "versions": versions})
+    strip.save(f"{path}.png")
+    write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3])
+    save(Path(f"{path}.json"), figures | {"settings": args.to_save(), "versions": versions})
     for name, value in figures.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     print(f"{'written to':>20}  {path}.json, .mp4, .png")
@@ -353,7 +353,7 @@ def read_settings() -> tuple[Args, dict | None]:
     if args.resume or args.evaluate:
         path = args.evaluate or args.resume / "checkpoint.pt"
         given = {name: value for name, value in asdict(args).items() if value != getattr(Args(), name)}
-        own = given.keys() - ({"evaluate", "episodes", "seed", "device"} if args.evaluate else {"resume"})
+        own = given.keys() - {"resume", "evaluate", "device"} - ({"episodes", "seed"} if args.evaluate else set())
         if own:
             fail(
                 f"{path} brings its own settings: leave out {', '.join('--' + name.replace('_', '-') for name in sorted(own))}"
@@ -362,10 +362,9 @@ def read_settings() -> tuple[Args, dict | None]:
             fail(f"there is no checkpoint {path}")
         try:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            args = Args(
-                **checkpoint["settings"] | given | ({"run_dir": args.resume} if args.resume else {"device": args.device})
-            )
-            assert checkpoint["script"] == SCRIPT
+            if checkpoint["script"] != SCRIPT:
+                raise ValueError
+            args = Args(**checkpoint["settings"] | ({"run_dir": args.resume} if args.resume else {"device": None}) | given)
         except Exception:  # whatever the file holds instead
             fail(f"{path} is not a checkpoint of {SCRIPT}.py")
 
@@ -384,9 +383,9 @@ def read_settings() -> tuple[Args, dict | None]:
     args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
     if not checkpoint and args.run_dir.exists():
         fail(f"{args.run_dir} exists: go on with --resume {args.run_dir}, or choose another --run-dir")
-    parent = next(folder for folder in args.run_dir.absolute().parents if folder.exists())
-    if not checkpoint and not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        fail(f"cannot make the run folder {args.run_dir}: {parent} is not a folder that can be written to")
+    folder = args.resume or next(parent for parent in (args.evaluate or args.run_dir).absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        fail(f"cannot write to {args.evaluate or args.run_dir}: {folder} is not a folder that can be written to")
     if args.track and not find_spec("wandb"):
         fail("--track needs Weights & Biases: pip install wandb")
     return args, checkpoint
@@ -406,6 +405,8 @@ def main() -> None:
         fail(str(error))
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} on {args.device}")
+    if not args.evaluate:
+        print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
 
     torch.manual_seed(args.seed)
     q_network, target_network = QNetwork().to(device), QNetwork().to(device)
@@ -439,7 +440,7 @@ def main() -> None:
         try:
             args.run_dir.mkdir(parents=True)
         except OSError as error:
-            fail(f"cannot make the run folder {args.run_dir}: {error.strerror}")
+            fail(f"cannot write to {args.run_dir}: {error.strerror}")
     if args.track:
         import wandb
 
@@ -567,4 +568,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("interrupted; a training that had begun goes on from its last checkpoint with --resume")
+        print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
+        sys.exit(130)

@@ -15,7 +15,10 @@ import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-CURVES = {"charts/clip_return": "CLIP return (what the agent learns from)", "charts/success_rate": "success rate (never shown to it)"}
+CURVES = {
+    "charts/clip_return": "CLIP return (what the agent learns from)",
+    "charts/success_rate": "success rate (never shown to it)",
+}
 
 
 @dataclass
@@ -41,7 +44,9 @@ def main() -> None:
             steps, values = zip(*((point.step, point.value) for point in curve))
             axes[name].plot(steps, values, linewidth=0.8, alpha=0.6, label=f"seed {result['settings']['seed']}")
         if len({len(curve) for curve in curves}) == 1:
-            axes[name].plot(steps, np.mean([[point.value for point in curve] for curve in curves], axis=0), "black", label="mean")
+            axes[name].plot(
+                steps, np.mean([[point.value for point in curve] for curve in curves], axis=0), "black", label="mean"
+            )
         axes[name].set(title=title, xlabel="environment steps")
         axes[name].grid(alpha=0.3)
     axes["charts/success_rate"].legend(fontsize="small")

@@ -142,7 +142,7 @@ BAD = [
     ("--clip-model ViT-B-23/openai", "did you mean ViT-B-32"),
     ("--clip-model ViT-B-32//no/such/weights.pt", "no weights file"),
     ("--clip-model local-dir:/no/such", "no CLIP model in"),
-    ("--goal-baseline-alpha 1.5", "between 0 and 1"),
+    ("--goal-baseline-alpha 1.5", "--goal-baseline-alpha must lie between 0 and 1, not 1.5"),
     ("--goal-baseline-alpha -0.1", "between 0 and 1"),
     ("--goal-baseline-alpha x", "x"),
     ("--prompt", "prompt is empty"),
@@ -155,9 +155,10 @@ BAD = [
     ("--total-timesteps -5", "--total-timesteps must be at least 1"),
     ("--episodes 0", "--episodes must be at least 1"),
     ("--clip-batch-size 0", "--clip-batch-size must be at least 1"),
-    ("--learning-rate 0", "--learning-rate must be positive"),
+    ("--learning-rate 2", "--learning-rate must lie between 0 and 1"),
+    ("--learning-starts -1", "--learning-starts must be at least 0"),
     ("--gamma 1.5", "--gamma must lie between 0 and 1"),
-    ("--run-dir FILE/run", "cannot make the run folder"),
+    ("--run-dir FILE/run", "cannot write to FILE/run"),
     ("--run-dir .", "exists"),
     ("--resume no/such/run", "there is no checkpoint"),
     ("--evaluate no/such/best.pt", "there is no checkpoint"),
@@ -183,7 +184,7 @@ def test_bad_input_is_one_line_and_exit_code_2(script, arguments, expected, unbr
     (tmp_path / "FILE").write_text("not a checkpoint")
     torch.save({"script": "another", "settings": {}}, tmp_path / "FOREIGN")
     left = sorted(tmp_path.rglob("*"))
-    device = [] if "--device" in arguments or "RUN" in arguments or "resume" in arguments else ["--device", "cpu"]
+    device = [] if "--device" in arguments else ["--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(arguments.replace("RUN", str(unbroken[1]))), *device])
     monkeypatch.setattr(clip_reward.open_clip, "create_model_from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))

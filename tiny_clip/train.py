@@ -1,10 +1,10 @@
 """Train the bundled model: a small CLIP that knows nothing but the scenes of this project.
 
-    python tiny_clip/train.py            # trains, writes the model into this folder, prints the held-out figures
-    python tiny_clip/train.py --evaluate # the held-out figures of the model that is there
+    python tiny_clip/train.py             # train, write the model into this folder, print the held-out figures
+    python tiny_clip/train.py --evaluate  # only the held-out figures
 
-Frames are drawn anew for every batch by the scripts' own drawing functions, captions are composed from the state. To add a
-scene, write one function like `cartpole_scene` and add it to `SCENES`. See README.md in this folder for the figures.
+Frames are drawn anew for every batch by the scripts' own drawing functions; captions are composed from the states. To add a
+scene, write one function like `cartpole_scene` and add it to SCENES.
 """
 
 import json
@@ -32,12 +32,20 @@ SIZE = 64  # pixels, frames are square
 MODEL_CFG = {
     "embed_dim": 128,
     "vision_cfg": {"image_size": SIZE, "layers": [2, 2, 2, 2], "width": 8, "patch_size": None},
-    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2},
+    "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2},
 }
 PREPROCESS_CFG = {"size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "squash"}
 
-# The paper's prompts (Table 3). No caption may equal one of them: the reward has to come from understanding other wordings.
-HELD_OUT = ("pole vertically upright on top of the cart", "pole and cart")
+# Never a caption: the paper's goal and baseline prompt (the reward has to come from understanding other wordings) ...
+CARTPOLE_PROMPT, CARTPOLE_BASELINE = "pole vertically upright on top of the cart", "pole and cart"
+# ... and these further wordings, to see how much depends on the words.
+CARTPOLE_REWORDINGS = (
+    "a pole balanced vertically on the cart",
+    "the stick stands straight up on the cart",
+    "a vertical pole on a cart",
+    "the pole is in an upright position",
+)
+HELD_OUT = {CARTPOLE_PROMPT, CARTPOLE_BASELINE, *CARTPOLE_REWORDINGS}
 
 
 @dataclass
@@ -48,7 +56,7 @@ class Args:
     """only print the held-out figures of the model in `output`"""
     output: Path = HERE
     """folder for the model"""
-    steps: int = 500
+    steps: int = 400
     """optimizer steps"""
     batch_size: int = 512
     """image-text pairs a step"""
@@ -61,8 +69,8 @@ class Args:
 
 
 # ---- Scenes: n -> frames (n, 3, SIZE, SIZE) uint8, n captions, facts (n, F) int, mentioned (n, F) bool. A fact is a number that
-# holds for the frame (which way the pole leans, in which fifth of the track the cart is, …); `mentioned` marks those that the
-# caption speaks of. So caption i is true of frame j if the two agree in every fact that i mentions: the loss needs to know.
+# holds for the frame (is the pole within 12° of upright, in which fifth of the track is the cart, …); `mentioned` marks those
+# that the caption speaks of. Caption i is true of frame j if the two agree in every fact that i mentions: the loss asks for it.
 
 
 def pick(rng: np.random.Generator, words: str) -> str:
@@ -75,13 +83,13 @@ EXACTLY = "perfectly|exactly|precisely|completely|absolutely|quite"
 CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says where that holds, and where it does not
     (
         3,
-        f"{EXACTLY} upright|{EXACTLY} vertical|{EXACTLY} balanced|{EXACTLY} straight|standing vertically|vertically balanced"
-        "|held vertically|pointing vertically up|straight up|vertically aligned",
+        "EXACTLY upright|EXACTLY vertical|EXACTLY balanced|EXACTLY straight|vertically balanced|pointing vertically up",
         "",
     ),
     (
         12,
-        "upright|vertical|standing upright|balanced|standing straight|upright and balanced|held upright|standing up|erect|in balance",
+        "upright|vertical|standing upright|balanced|standing straight|upright and balanced|held upright|standing up|erect|in balance|"
+        "standing vertically|held vertically",
         "tilted|leaning|not upright|not vertical|off balance|no longer vertical|tipping over|unbalanced|slanted",
     ),
     (
@@ -97,6 +105,7 @@ CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says whe
         "hanging straight down|upside down|pointing straight down|hanging vertically below the cart|fallen all the way down",
     ),
 )
+HORIZONTAL, SIDE, PLACE, FIVES = range(len(CARTPOLE_POSTURES), len(CARTPOLE_POSTURES) + 4)  # the other facts
 CARTPOLE_PLACES = ("at the far left", "to the left", "in the middle", "to the right", "at the far right")
 
 
@@ -113,7 +122,6 @@ def cartpole_scene(n: int, rng: np.random.Generator):
     place = np.floor((x + 2.4) / 0.96).clip(0, 4).astype(int)
     fives = np.round(np.abs(degrees) / 5).astype(int)
     facts = np.concatenate([within, np.stack([horizontal, side, place, fives], axis=1)], axis=1).astype(int)
-    HORIZONTAL, SIDE, PLACE, FIVES = range(len(CARTPOLE_POSTURES), facts.shape[1])
     mentioned = np.zeros(facts.shape, dtype=bool)
     captions = []
     for i, says in enumerate(mentioned):
@@ -141,6 +149,7 @@ def cartpole_scene(n: int, rng: np.random.Generator):
                 can_say = [k for k, words in enumerate(CARTPOLE_POSTURES) if words[1 if within[i, k] else 2]]
                 k = rng.choice(can_say)
                 how, says[k] = pick(rng, CARTPOLE_POSTURES[k][1 if within[i, k] else 2]), True
+                how = how.replace("EXACTLY", pick(rng, EXACTLY))
             text = pick(
                 rng, f"{pole} {how} {on}|{pole} {on} {how}|{pole} is {how} {on}|{pole} {on} is {how}|{how} {pole} {on}"
             )
@@ -222,54 +231,47 @@ def epic_distance(reward: torch.Tensor, label: torch.Tensor) -> float:
     return math.sqrt((1 - correlation) / 2)
 
 
-def evaluate_cartpole(folder: Path, n: int = 10_000) -> dict:
-    """EPIC distance to "within 12° of upright" (CartPole's own limit) on half such states, half at any other angle, and the
-    angle of the highest mean reward (over cart positions, in steps of half a degree)."""
-    rng = np.random.default_rng(10_000)  # never used in training
+@torch.no_grad()
+def evaluate_cartpole(folder: Path, n: int = 10_000) -> None:
+    """Print EPIC distances and the angle of the highest reward on held-out states.
+
+    The label is CartPole-v1's own limit, at most 12° from upright; half the states have it, the others lie anywhere beyond. The
+    highest reward is looked for in steps of half a degree, averaged over cart positions.
+    """
+    rng = np.random.default_rng(10_000)  # training uses other states
     degrees = np.concatenate([rng.uniform(-12, 12, n // 2), rng.choice([-1, 1], n // 2) * rng.uniform(12, 180, n // 2)])
-    states = torch.zeros(n, 4, dtype=torch.float64)
+    states = torch.zeros(n, 4)
     states[:, 0] = torch.from_numpy(rng.uniform(-2.4, 2.4, n))
     states[:, 2] = torch.from_numpy(np.radians(degrees))
-    label = torch.from_numpy(np.abs(degrees) <= 12)
-    sweep = torch.linspace(-180, 180, 721)
-    grid = torch.zeros(721, 25, 4)
-    grid[..., 0], grid[..., 2] = torch.linspace(-2.3, 2.3, 25), torch.deg2rad(sweep)[:, None]
-    reward_model = CLIPReward(f"local-dir:{folder}", HELD_OUT[0], HELD_OUT[1])
+    upright = torch.from_numpy(np.abs(degrees) <= 12)
+    angles, places = torch.linspace(-180, 180, 721), torch.linspace(-2.4, 2.4, 25)
+    sweep = torch.zeros(721, 25, 4)
+    sweep[..., 0], sweep[..., 2] = places, torch.deg2rad(angles)[:, None]
+
+    reward_model = CLIPReward(f"local-dir:{folder}", CARTPOLE_PROMPT)
 
     def embed(states: torch.Tensor) -> torch.Tensor:
         return torch.cat([reward_model.embed(dqn_clip_cartpole.draw(chunk, SIZE, SIZE)) for chunk in states.split(256)])
 
-    embedded, embedded_grid = embed(states), embed(grid.flatten(0, 1))
-    figures = {}
-    for alpha in (0.0, 0.25, 0.5, 0.75, 1.0):
-        reward_model.alpha = alpha
-        curve = reward_model.reward(embedded_grid).view(721, 25)
-        if alpha in (0.0, 0.5):
-            for prompt in (
-                "a pole balanced vertically on the cart",
-                "the stick stands straight up on the cart",
-                "a vertical pole on a cart",
-                "the pole is in an upright position",
-            ):
-                other = CLIPReward(f"local-dir:{folder}", prompt, HELD_OUT[1], alpha)
-                print(f"  alpha {alpha} {prompt}: epic {epic_distance(other.reward(embedded), label):.3f}")
-        figures[f"alpha {alpha}"] = {
-            "epic": epic_distance(reward_model.reward(embedded), label),
-            "peak_degrees": sweep[curve.mean(1).argmax()].item(),
-            "curve": {
-                d: round(curve.mean(1)[int(d + 180) * 2].item(), 3)
-                for d in (-180, -90, -45, -20, -12, -8, -5, -3, 0, 3, 5, 8, 12, 20, 45, 90, 180)
-            },
-            "spread over x at 0": [round(v, 3) for v in curve[360, ::4].tolist()],
-        }
-    return figures
+    start = time.time()
+    embedded = embed(states)
+    speed = n / (time.time() - start)
+    swept = embed(sweep.flatten(0, 1))
+    print(
+        f"\n{speed:.0f} frames/s drawn and encoded\n\n| prompt | α | EPIC distance | highest reward at | reward at 0, 12, 45, 180° |"
+    )
+    print("|---|---|---|---|---|")
+    for prompt in (CARTPOLE_PROMPT, *CARTPOLE_REWORDINGS):
+        for alpha in (0.0, 0.25, 0.5, 0.75, 1.0) if prompt == CARTPOLE_PROMPT else (0.0, 0.5):
+            reward_model = CLIPReward(f"local-dir:{folder}", prompt, CARTPOLE_BASELINE, alpha)
+            distance = epic_distance(reward_model.reward(embedded), upright)
+            curve = reward_model.reward(swept).view(721, 25).mean(1)
+            some = ", ".join(f"{curve[360 + 2 * degree]:.2f}" for degree in (0, 12, 45, 180))
+            print(f"| {prompt} | {alpha} | {distance:.3f} | {angles[curve.argmax()]:+.1f}° | {some} |")
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    start = time.time()
     if not args.evaluate:
         train(args)
-        print(f"trained in {time.time() - start:.0f} s")
-    for k, v in evaluate_cartpole(args.output).items():
-        print(k, v)
+    evaluate_cartpole(args.output)
