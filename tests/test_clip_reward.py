@@ -120,7 +120,7 @@ def test_preprocessing_is_open_clips_with_squash(tmp_path, model_cfg, interpolat
 
 def test_low_precision_encoder_float32_reward(random_vit):
     reward = CLIPReward(random_vit, GOAL, BASELINE, 0.5, precision="bf16")
-    assert next(reward.model.visual.transformer.parameters()).dtype == torch.bfloat16
+    assert reward.model.visual.conv1.weight.dtype == torch.bfloat16
     frames = frames_like(30, 32, 32)
     rewards = reward(frames)
     assert rewards.dtype == reward.goal.dtype == torch.float32
