@@ -56,10 +56,13 @@ def main() -> None:
         axes[where].axis("off")
     figure.savefig(args.output, dpi=110)
 
-    print("| seed | success rate | CLIP return | ground-truth return | steps/s |\n|---|---|---|---|---|")
-    for result in results:
+    print("| seed | success rate | CLIP return | ground-truth return | success in the second half of training | steps/s |")
+    print("|---|---|---|---|---|---|")
+    for run, result in zip(runs, results):
+        successes = [point.value for point in run.Scalars("charts/success_rate")]
         row = [f"{result[name]:.2f}" for name in ("success_rate", "clip_return", "ground_truth_return")]
-        print(f"| {result['settings']['seed']} | {' | '.join(row)} | {result['steps_per_second']:.0f} |")
+        row += [f"{np.mean(successes[len(successes) // 2 :]):.2f}", f"{result['steps_per_second']:.0f}"]
+        print(f"| {result['settings']['seed']} | {' | '.join(row)} |")
 
 
 if __name__ == "__main__":
