@@ -160,7 +160,7 @@ def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
         clip_model = TINY
     if clip_model.startswith("local-dir:"):
         folder = Path(clip_model.removeprefix("local-dir:"))
-        if not (folder / "open_clip_config.json").is_file():
+        if not os.path.isfile(folder / "open_clip_config.json"):
             raise RewardModelError(f"no CLIP model in {folder}: it holds no open_clip_config.json")
         return clip_model, None, False
     if clip_model.startswith("hf-hub:"):
@@ -188,7 +188,8 @@ def nearest(name: str, known: list[str]) -> str:
 
 def check_hub(clip_model: str, repo: str, file: str) -> None:
     """Find out at once, rather than after open_clip's minute of retries, that weights cannot be had."""
-    files = [file] if file else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]  # what open_clip looks for
+    file = file or "open_clip_pytorch_model.bin"  # open_clip takes this or, where there is one, its .safetensors sibling
+    files = (file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
     try:
         if any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
             return

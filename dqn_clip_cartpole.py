@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import gymnasium as gym
 import imageio.v3 as iio
 import numpy as np
 import torch
@@ -58,15 +57,14 @@ class Args:
     device: str | None = None
     """cpu or cuda (default: cuda where there is one)"""
     total_timesteps: int = 160_000
-    """environment steps, over all environments (paper: 3,000,000, with a model that has never seen the scene)"""
+    """environment steps over all environments, rounded up to whole rounds of one episode in each of them
+    (paper: 3,000,000, with a model that has never seen the scene)"""
     num_envs: int = 16
     """environments simulated side by side"""
     episode_length: int = 200
     """steps of every episode"""
-    rollout_steps: int = 200
-    """steps of each environment between two rounds of labelling and learning"""
     gradient_steps: int = 200
-    """updates a round, as in the paper"""
+    """updates after each round, as in the paper"""
 
     learning_starts: int = 6_400
     """random steps before learning (paper: 75,000 of its 3,000,000)"""
@@ -124,8 +122,6 @@ class CartPole:
 
     def __init__(self, num_envs: int, episode_length: int, device: torch.device):
         self.num_envs, self.episode_length, self.device = num_envs, episode_length, device
-        self.single_observation_space = gym.spaces.Box(-math.inf, math.inf, (4,))
-        self.single_action_space = gym.spaces.Discrete(2)
         self.rng = torch.Generator(device)
 
     def reset(self, seed: int | None = None) -> tuple[torch.Tensor, dict]:
@@ -162,13 +158,6 @@ class CartPole:
         terminations = torch.zeros_like(self.success)  # no state is absorbing
         truncations = torch.full_like(self.success, self.t >= self.episode_length)
         return obs, rewards, terminations, truncations, {"success": self.success}
-
-    def state_dict(self) -> dict:
-        return {"state": self.state, "success": self.success, "t": self.t, "rng": self.rng.get_state()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.state, self.success, self.t = state["state"].to(self.device), state["success"].to(self.device), state["t"]
-        self.rng.set_state(state["rng"])
 
 
 def ground_truth_reward(states: torch.Tensor) -> torch.Tensor:
@@ -316,7 +305,7 @@ def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor) -> None
 
 def report_evaluation(path: Path, args: Args, figures: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
     """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
-    versions = {name: version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
+    versions = {name: version(name) for name in ("torch", "open_clip_torch")}
     strip = picture(states[:, 0], rewards[:, 0])
     strip.save(f"{path}.png")
     write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3])
@@ -345,47 +334,59 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
+def read_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The checkpoint that --resume or --evaluate names -> its settings with what the command line may change, and its content."""
+    path = args.evaluate or args.resume / "checkpoint.pt"
+    if not os.path.isfile(path):
+        fail(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT or ("q_network" if args.evaluate else "rb") not in checkpoint:
+            raise ValueError
+        own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
+    except Exception:  # whatever the file holds instead
+        fail(f"{path} is not a checkpoint of {SCRIPT}.py{' that can be resumed' if args.resume else ''}")
+    own.run_dir = args.resume
+    own.device = None if args.evaluate else own.device  # a run goes on exactly on its own kind of device only
+    args = tyro.cli(Args, default=own)
+    changed = {name for name, value in asdict(args).items() if value != getattr(own, name)}
+    changed -= {"episodes", "seed", "device"} if args.evaluate else set()
+    if changed:
+        fail(
+            f"{path} brings its own settings: leave out {', '.join('--' + name.replace('_', '-') for name in sorted(changed))}"
+        )
+    return args, checkpoint
+
+
 def read_settings() -> tuple[Args, dict | None]:
     """The command line -> checked settings and, with --resume or --evaluate, the checkpoint that most of them come from."""
     args, checkpoint = tyro.cli(Args), None
     if args.resume and args.evaluate:
         fail("--resume goes on with a training, --evaluate only looks at one: give one of the two")
     if args.resume or args.evaluate:
-        path = args.evaluate or args.resume / "checkpoint.pt"
-        given = {name: value for name, value in asdict(args).items() if value != getattr(Args(), name)}
-        own = given.keys() - {"resume", "evaluate", "device"} - ({"episodes", "seed"} if args.evaluate else set())
-        if own:
-            fail(
-                f"{path} brings its own settings: leave out {', '.join('--' + name.replace('_', '-') for name in sorted(own))}"
-            )
-        if not path.is_file():
-            fail(f"there is no checkpoint {path}")
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            if checkpoint["script"] != SCRIPT:
-                raise ValueError
-            args = Args(**checkpoint["settings"] | ({"run_dir": args.resume} if args.resume else {"device": None}) | given)
-        except Exception:  # whatever the file holds instead
-            fail(f"{path} is not a checkpoint of {SCRIPT}.py")
-
+        args, checkpoint = read_checkpoint(args)
     for name, value in asdict(args).items():
         flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
-        if type(value) is int and value < least:
-            fail(f"{flag} must be at least {least}, not {value}")
+        if type(value) is int and not least <= value < 2**62:
+            fail(f"{flag} must be at least {least}{' and less than 2^62' if value > least else ''}, not {value}")
         if type(value) is float and not 0 <= value <= 1:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        fail(f"no device {args.device} here ({str(error).splitlines()[0]}); try --device cpu")
-    args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
+        if torch.zeros(1, device=args.device).device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are supported")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        hint = "a run goes on only on its own kind of device" if args.resume else "try --device cpu"
+        fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
+    args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
     args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
-    if not checkpoint and args.run_dir.exists():
-        fail(f"{args.run_dir} exists: go on with --resume {args.run_dir}, or choose another --run-dir")
-    folder = args.resume or next(parent for parent in (args.evaluate or args.run_dir).absolute().parents if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        fail(f"cannot write to {args.evaluate or args.run_dir}: {folder} is not a folder that can be written to")
+    if not checkpoint and os.path.exists(args.run_dir):
+        resumable = os.path.exists(args.run_dir / "checkpoint.pt")
+        fail(f"{args.run_dir} exists: choose another --run-dir{f' or --resume {args.run_dir}' if resumable else ''}")
+    target = args.evaluate or args.run_dir
+    folder = args.resume or next(parent for parent in target.absolute().parents if os.path.exists(parent))
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        fail(f"cannot write to {target}: {folder} is not a folder that can be written to")
     if args.track and not find_spec("wandb"):
         fail("--track needs Weights & Biases: pip install wandb")
     return args, checkpoint
@@ -417,23 +418,30 @@ def main() -> None:
         report_evaluation(path, args, *evaluate(q_network, reward_model, args))
         return
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate)
-    rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.rollout_steps), device)
+    rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = CartPole(args.num_envs, args.episode_length, device)
     envs.reset(seed=args.seed)
     rng = torch.Generator(device).manual_seed(args.seed)  # exploration and sampling
-    global_step, updates, best_return, success_rate, training_seconds = 0, 0, -math.inf, 0.0, 0.0
-    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "rb": rb, "envs": envs}
+    global_step, updates, best_return, training_seconds = 0, 0, -math.inf, 0.0
+    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "rb": rb}
 
     def save_checkpoint() -> None:
-        """All that the rest of the run depends on, so that a resumed run is the unbroken one, bit for bit on a CPU."""
-        writer.flush()
-        counters = (global_step, updates, best_return, success_rate, training_seconds)
-        content = {"script": SCRIPT, "settings": args.to_save(), "counters": counters, "rng": rng.get_state()}
+        """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
+        counters = {"global_step": global_step, "updates": updates, "best_return": best_return}
+        content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
+        content |= {"rng": rng.get_state(), "envs_rng": envs.rng.get_state()}
         save(args.run_dir / "checkpoint.pt", content | {name: part.state_dict() for name, part in parts.items()})
 
-    if checkpoint:
-        global_step, updates, best_return, success_rate, training_seconds = checkpoint["counters"]
+    if args.track:
+        import wandb
+
+        name = args.run_dir.name
+        wandb.init(project=args.wandb_project_name, id=name, config=args.to_save(), resume="allow", sync_tensorboard=True)
+    if args.resume:
+        global_step, updates, best_return = (checkpoint[name] for name in ("global_step", "updates", "best_return"))
+        training_seconds = checkpoint["training_seconds"]
         rng.set_state(checkpoint["rng"])
+        envs.rng.set_state(checkpoint["envs_rng"])
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
     else:
@@ -441,16 +449,12 @@ def main() -> None:
             args.run_dir.mkdir(parents=True)
         except OSError as error:
             fail(f"cannot write to {args.run_dir}: {error.strerror}")
-    if args.track:
-        import wandb
-
-        name = args.run_dir.name
-        wandb.init(project=args.wandb_project_name, id=name, config=args.to_save(), resume="allow", sync_tensorboard=True)
-    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged after its last checkpoint
-    if not checkpoint:
-        rows = "\n".join(f"|{name}|{value}|" for name, value in args.to_save().items())
-        writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{rows}")
         save_checkpoint()
+    writer = SummaryWriter(
+        args.run_dir, purge_step=global_step + 1
+    )  # drops what a killed run logged after its last checkpoint
+    rows = "\n".join(f"|{name}|{value}|" for name, value in args.to_save().items())
+    writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{rows}")
 
     stop = []  # the signal that asks to stop, once it came; the round in progress is finished first
 
@@ -458,38 +462,35 @@ def main() -> None:
         if stop:
             raise KeyboardInterrupt
         stop.append(signum)
-        progress.write("finishing this round first (once more: stop at once, back to the last checkpoint)")
+        os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
     def clock() -> float:
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", desc="train", smoothing=0.05)
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    obs = envs.state.float()
     while global_step < args.total_timesteps and not stop:
         seconds = dict.fromkeys(("simulate", "draw", "clip", "update"), 0.0)
-        start = clock()
-        step_before = global_step
+        start, step_before = clock(), global_step
 
-        # ---- Act: epsilon-greedily in all environments at once. The transitions enter the buffer without rewards.
-        for _ in range(min(args.rollout_steps, math.ceil((args.total_timesteps - global_step) / args.num_envs))):
-            progress_made = global_step / max(1, args.exploration_fraction * args.total_timesteps)
-            epsilon = max(args.end_e, args.start_e + (args.end_e - args.start_e) * progress_made)
+        # ---- Act: one episode in all environments at once, epsilon-greedily. The transitions enter the buffer without rewards.
+        obs, _ = envs.reset()
+        for _ in range(args.episode_length):
+            decayed = global_step / max(1, args.exploration_fraction * args.total_timesteps)
+            epsilon = max(args.end_e, args.start_e + (args.end_e - args.start_e) * decayed)
             epsilon = 1.0 if global_step < args.learning_starts else epsilon
             explore = torch.rand(args.num_envs, generator=rng, device=device) < epsilon
             random_actions = torch.randint(2, (args.num_envs,), generator=rng, device=device)
             with torch.no_grad():
                 actions = torch.where(explore, random_actions, q_network(obs).argmax(dim=1))
             next_obs, _, _, _, infos = envs.step(actions)
-            rb.add(obs, next_obs, actions)  # next_obs is the state after the step even at an episode's end
+            rb.add(obs, next_obs, actions)
             obs = next_obs
             global_step += args.num_envs
-            if envs.t == args.episode_length:
-                success_rate = infos["success"].float().mean().item()
-                obs, _ = envs.reset()
+        success_rate = infos["success"].float().mean().item()
         seconds["simulate"] = clock() - start
 
         # ---- Label: draw the state after each step, score the frames with CLIP, write the rewards (Algorithm 1; Definition 1).
@@ -503,18 +504,18 @@ def main() -> None:
             rb.rewards[i] = clip_rewards[-1] if args.reward == "clip" else ground_truth_reward(states[-1])
             seconds["draw"] += t1 - t0
             seconds["clip"] += clock() - t1
-        states, clip_rewards = torch.cat(states), torch.cat(clip_rewards)  # (steps * num_envs, 4) and (steps * num_envs,)
+        states, clip_rewards = torch.cat(states), torch.cat(clip_rewards)  # (episode_length * num_envs, 4 and ())
         clip_return = clip_rewards.mean().item() * args.episode_length
         ground_truth_return = ground_truth_reward(states).mean().item() * args.episode_length
         training_return = clip_return if args.reward == "clip" else ground_truth_return
-        if training_return > best_return:  # of the policy that played this round, which has not been updated yet
+        if training_return > best_return:  # of the policy that played this round; it has not been updated yet
             best_return = training_return
             best = {"script": SCRIPT, "settings": args.to_save(), "q_network": q_network.state_dict()}
             save(args.run_dir / "best.pt", best)
 
         # ---- Learn: ordinary DQN on labelled transitions.
         t0 = clock()
-        for _ in range(args.gradient_steps if global_step > args.learning_starts else 0):
+        for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
             b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rng)
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
                 td_target = b_rewards + args.gamma * target_network(b_next_obs).max(dim=1).values
@@ -538,7 +539,7 @@ def main() -> None:
         scalars |= {"charts/success_rate": success_rate, "charts/epsilon": epsilon}
         scalars |= {"charts/SPS": (global_step - step_before) / elapsed}
         scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
-        if global_step > args.learning_starts:
+        if global_step >= args.learning_starts:
             scalars |= {"losses/td_loss": loss.item(), "losses/q_values": q_values.mean().item()}
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
@@ -547,9 +548,11 @@ def main() -> None:
             writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
             strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
         if global_step // args.checkpoint_every > step_before // args.checkpoint_every:
+            writer.flush()
             save_checkpoint()
 
     progress.close()
+    writer.flush()
     save_checkpoint()
     if stop:
         print(f"stopped at step {global_step}, nothing lost; go on with: python {SCRIPT}.py --resume {args.run_dir}")

@@ -26,7 +26,7 @@ from tqdm import trange
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import dqn_clip_cartpole  # noqa: E402
-from clip_reward import CLIPReward  # noqa: E402
+from clip_reward import CLIPReward, RewardModelError  # noqa: E402
 
 SIZE = 64  # pixels, frames are square
 MODEL_CFG = {
@@ -274,4 +274,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     if not args.evaluate:
         train(args)
-    evaluate_cartpole(args.output)
+    try:
+        evaluate_cartpole(args.output)
+    except RewardModelError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
