@@ -3,22 +3,28 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import av
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import clip_reward
 import dqn_clip_cartpole
+from clip_reward import CLIPReward
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"dqn_clip_cartpole": dqn_clip_cartpole}
 SHORT = {
-    "dqn_clip_cartpole": "--total-timesteps 2400 --num-envs 4 --episode-length 30 --rollout-steps 30 --learning-starts 300 "
-    "--checkpoint-every 240 --buffer-size 1000 --gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
+    "dqn_clip_cartpole": "--total-timesteps 6000 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 "
+    "--buffer-size 1000 --gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
 }
 
 
@@ -54,10 +60,7 @@ def unbroken(request, tmp_path_factory) -> tuple[str, Path]:
 
 
 def test_a_run_leaves_what_it_promises(unbroken):
-    import av
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    script, run_dir = unbroken
+    _, run_dir = unbroken
     figures = result(run_dir)
     assert {"success_rate", "clip_return", "ground_truth_return", "settings", "versions"} <= set(figures)
     assert figures["settings"]["seed"] == 3 and figures["versions"]["torch"] == torch.__version__
@@ -76,8 +79,37 @@ def test_a_run_leaves_what_it_promises(unbroken):
     assert {"charts/clip_return", "charts/ground_truth_return", "charts/success_rate", "charts/SPS"} <= scalars
     assert {f"seconds_per_round/{phase}" for phase in ("simulate", "draw", "clip", "update")} <= scalars
     assert any(name.startswith("losses/") for name in scalars)
-    assert [event.step for event in events.Images("frames")] == [120, 1200, 2400]
+    assert [event.step for event in events.Images("frames")] == [120, 3000, 6000]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
+    best = max(event.value for event in events.Scalars("charts/clip_return"))
+    assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["best_return"] == pytest.approx(best, rel=1e-6)
+
+
+def test_rewards_in_the_buffer_are_clips_of_the_states_after_the_steps(unbroken):
+    _, run_dir = unbroken
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    settings, rb = checkpoint["settings"], checkpoint["rb"]
+    reward_model = CLIPReward("tiny", settings["prompt"], settings["baseline_prompt"], settings["goal_baseline_alpha"])
+    assert rb["size"] == 1000 and rb["num_unlabelled"] == 0
+    scored = reward_model(dqn_clip_cartpole.draw(rb["next_obs"], *reward_model.size))
+    torch.testing.assert_close(rb["rewards"], scored, atol=1e-5, rtol=0)
+    assert (reward_model(dqn_clip_cartpole.draw(rb["obs"], *reward_model.size)) - scored).abs().max() > 0.01
+
+
+def test_ground_truth_reward_is_what_the_flag_trains_on(tmp_path):
+    options = "--reward ground-truth --total-timesteps 240 --num-envs 4 --episode-length 30 --episodes 2 --device cpu"
+    out = run("dqn_clip_cartpole", *options.split(), "--run-dir", "run", folder=tmp_path)
+    rb = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["rb"]
+    assert torch.equal(rb["rewards"], dqn_clip_cartpole.ground_truth_reward(rb["next_obs"])) and rb["rewards"].sum() > 0
+    assert "clip return" in out  # still logged, for comparison
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    for script in SCRIPTS.values():
+        script.save(tmp_path / "checkpoint.pt", {"step": 1})
+        with pytest.raises(Exception, match="pickle"):
+            script.save(tmp_path / "checkpoint.pt", {"step": 2, "bad": lambda: None})
+        assert torch.load(tmp_path / "checkpoint.pt", weights_only=True) == {"step": 1}
 
 
 def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path):
@@ -85,23 +117,32 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
     process = start(script, *SHORT[script].split(), "--run-dir", tmp_path / "run", folder=tmp_path)
     checkpoint = tmp_path / "run" / "checkpoint.pt"
     killed_at = []
-    for delay in (0.0, 0.15, 0.4):  # after the first checkpoint of each life, some time later
-        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        while process.poll() is None and (not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before):
-            time.sleep(0.002)
-        time.sleep(delay)
-        assert process.poll() is None, process.communicate()
+    for life in range(3):
+        seen = 0
+        while seen < 3 + 5 * life:  # kill soon after so many checkpoints of this life, wherever the run is by then
+            before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+            while not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.001)
+            seen += 1
+        time.sleep(0.02 * life)
         process.kill()
         process.communicate()
+        assert process.returncode == -signal.SIGKILL
         killed_at.append(torch.load(checkpoint, weights_only=True)["global_step"])
         process = start(script, "--resume", tmp_path / "run", folder=tmp_path)
-    out, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert killed_at[0] < killed_at[-1] < 2400
+    assert 0 < killed_at[0] < killed_at[1] < killed_at[2] < 6000
     assert result(tmp_path / "run") == result(whole)
     a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, tmp_path / "run"))
     assert all(torch.equal(a["q_network"][name], b["q_network"][name]) for name in a["q_network"])
     assert all(torch.equal(a["rb"][name], b["rb"][name]) for name in ("obs", "next_obs", "actions", "rewards"))
+    curves = []
+    for folder in (whole, tmp_path / "run"):  # the curves, too, are those of the unbroken run: nothing twice, nothing missing
+        events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+        curves.append([(event.step, event.value) for event in events.Scalars("charts/clip_return")])
+    assert curves[0] == curves[1] and len(curves[0]) == 50
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -117,7 +158,7 @@ def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path,
     assert process.returncode == 128 + number and "Traceback" not in err
     assert f"python {script}.py --resume run" in out
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert 0 < saved["global_step"] < 2400
+    assert 0 < saved["global_step"] < 6000
     if number == signal.SIGINT:
         run(script, "--resume", "run", folder=tmp_path)
         again, once = result(tmp_path / "run"), result(whole)
@@ -133,8 +174,11 @@ def test_evaluate_a_checkpoint(unbroken, tmp_path):
         assert figures[name] == result(run_dir)[name]
     assert "success rate" in out and (run_dir / "best_evaluation.mp4").stat().st_size > 1000
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    run(script, "--evaluate", run_dir / "checkpoint.pt", "--episodes", 2, "--seed", 9, folder=tmp_path)
-    assert json.loads((run_dir / "checkpoint_evaluation.json").read_text())["settings"]["episodes"] == 2
+    run(
+        script, "--evaluate", run_dir / "checkpoint.pt", "--episodes", 100, "--seed", 1, folder=tmp_path
+    )  # the flags' defaults
+    settings = json.loads((run_dir / "checkpoint_evaluation.json").read_text())["settings"]
+    assert settings["episodes"] == 100 and settings["seed"] == 1 and settings["num_envs"] == 4
     assert not list(tmp_path.iterdir())
 
 
@@ -166,6 +210,12 @@ BAD = [
     ("--evaluate FOREIGN", "is not a checkpoint of"),
     ("--resume . --evaluate FILE", "give one of the two"),
     ("--resume RUN --seed 5", "leave out --seed"),
+    ("--resume RUN --seed 1", "leave out --seed"),  # the flag's default, but not the run's seed
+    ("--resume ONLYBEST", "not a checkpoint of dqn_clip_cartpole.py that can be resumed"),
+    ("--seed 99999999999999999999", "less than 2^62"),
+    ("--device meta", "only cpu and cuda"),
+    ("--run-dir LOCKED/run", "cannot write to LOCKED/run"),
+    ("--evaluate LOCKED/best.pt", "cannot write to LOCKED/best.pt"),
     ("--evaluate RUN/best.pt --prompt x", "leave out --prompt"),
     ("--no-such-flag", "no-such-flag"),
     ("--track", "pip install wandb"),
@@ -175,14 +225,14 @@ BAD = [
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("arguments, expected", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(script, arguments, expected, unbroken, tmp_path, monkeypatch, capsys):
-    import shlex
-
-    import clip_reward
-
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has the CUDA device that the test wants to be absent")
     (tmp_path / "FILE").write_text("not a checkpoint")
     torch.save({"script": "another", "settings": {}}, tmp_path / "FOREIGN")
+    for folder in ("ONLYBEST", "LOCKED"):
+        (tmp_path / folder).mkdir()
+        shutil.copy(unbroken[1] / "best.pt", tmp_path / folder / ("checkpoint.pt" if folder == "ONLYBEST" else "best.pt"))
+    monkeypatch.setattr(os, "access", lambda path, mode: "LOCKED" not in str(path))  # root may write anywhere
     left = sorted(tmp_path.rglob("*"))
     device = [] if "--device" in arguments else ["--device", "cpu"]
     monkeypatch.chdir(tmp_path)
