@@ -11,6 +11,7 @@ from torchvision.transforms.functional import resize
 from dqn_clip_cartpole import CartPole, ReplayBuffer, draw, ground_truth_reward
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:.*already returned terminated.*")  # Gymnasium's, which plays on here
 
 
 def test_dynamics_are_gymnasiums_over_200_random_steps():
