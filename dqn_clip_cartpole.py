@@ -450,9 +450,8 @@ def main() -> None:
         except OSError as error:
             fail(f"cannot write to {args.run_dir}: {error.strerror}")
         save_checkpoint()
-    writer = SummaryWriter(
-        args.run_dir, purge_step=global_step + 1
-    )  # drops what a killed run logged after its last checkpoint
+    # What a killed run logged after its last checkpoint is to be forgotten: hence purge_step.
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
     rows = "\n".join(f"|{name}|{value}|" for name, value in args.to_save().items())
     writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{rows}")
 
