@@ -174,8 +174,12 @@ def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
         check_hub(clip_model, *os.path.split(cfg["hf_hub"]))
     elif not os.path.isfile(pretrained):
         tags = open_clip.list_pretrained_tags_by_model(name)
+        if not pretrained:
+            raise RewardModelError(
+                f"{name} needs a weights tag or file, as in {name}/{tags[0] if tags else '/path/to/weights.pt'}"
+            )
         what = "weights file" if "/" in pretrained else "weights tag"
-        raise RewardModelError(f"{name} has no {what} {pretrained or '(none given)'}{nearest(pretrained, tags)}")
+        raise RewardModelError(f"{name} has no {what} {pretrained}{nearest(pretrained, tags)}")
     return name, pretrained, cfg.get("quick_gelu", False)  # OpenAI's weights are wrong with plain GELU
 
 

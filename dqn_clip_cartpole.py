@@ -50,7 +50,7 @@ class Args:
     clip_batch_size: int = 128
     """frames drawn and scored at once"""
     reward: Literal["clip", "ground-truth"] = "clip"
-    """what the agent learns from; ground-truth (1 a step within CartPole-v1's limits) is for reference curves"""
+    """what the agent learns from; ground-truth (1 per step within CartPole-v1's limits) is for reference curves"""
 
     seed: int = 1
     """seed of the weights, the start states and the exploration"""
@@ -75,9 +75,10 @@ class Args:
     gamma: float = 0.99
     """discount factor"""
     batch_size: int = 128
-    """transitions an update (paper: Stable-Baselines3's default, 32)"""
+    """transitions per update (paper: Stable-Baselines3's default, 32)"""
     target_network_frequency: int = 200
-    """updates between two copies of the Q-network into its target (paper: Stable-Baselines3's default, 10,000 steps)"""
+    """the target network is a copy of the Q-network, renewed every so many updates
+    (paper: Stable-Baselines3's default, every 10,000 steps)"""
     start_e: float = 1.0
     """share of random actions at the start"""
     end_e: float = 0.05
@@ -258,7 +259,7 @@ class QNetwork(nn.Sequential):
 
 @torch.no_grad()
 def evaluate(q_network: QNetwork, reward_model: CLIPReward, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Play `args.episodes` greedy episodes -> figures, states (episode_length, episodes, 4), their CLIP rewards."""
+    """Play `args.episodes` greedy episodes -> metrics, states (episode_length, episodes, 4), their CLIP rewards."""
     envs = CartPole(args.episodes, args.episode_length, reward_model.device)
     obs, _ = envs.reset(seed=args.seed + 1_000_000)  # start states that training has not seen
     states = []
@@ -268,12 +269,12 @@ def evaluate(q_network: QNetwork, reward_model: CLIPReward, args: Args) -> tuple
     states = torch.stack(states)
     chunks = tqdm(states.flatten(0, 1).split(args.clip_batch_size), desc=f"score {args.episodes} episodes", leave=False)
     rewards = torch.cat([reward_model(draw(chunk, *reward_model.size)) for chunk in chunks]).view(states.shape[:2])
-    figures = {
+    metrics = {
         "success_rate": infos["success"].float().mean().item(),
         "clip_return": rewards.sum(0).mean().item(),
         "ground_truth_return": ground_truth_reward(states.flatten(0, 1)).sum().item() / args.episodes,
     }
-    return figures, states, rewards
+    return metrics, states, rewards
 
 
 def picture(states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
@@ -303,14 +304,14 @@ def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor) -> None
     os.replace(temporary, path)
 
 
-def report_evaluation(path: Path, args: Args, figures: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
+def report_evaluation(path: Path, args: Args, metrics: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
     """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
     versions = {name: version(name) for name in ("torch", "open_clip_torch")}
     strip = picture(states[:, 0], rewards[:, 0])
     strip.save(f"{path}.png")
     write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3])
-    save(Path(f"{path}.json"), figures | {"settings": args.to_save(), "versions": versions})
-    for name, value in figures.items():
+    save(Path(f"{path}.json"), metrics | {"settings": args.to_save(), "versions": versions})
+    for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     print(f"{'written to':>20}  {path}.json, .mp4, .png")
     return strip
@@ -440,6 +441,8 @@ def main() -> None:
     if args.resume:
         global_step, updates, best_return = (checkpoint[name] for name in ("global_step", "updates", "best_return"))
         training_seconds = checkpoint["training_seconds"]
+        if global_step >= args.total_timesteps:
+            print("this run is already trained: only its evaluation is made again")
         rng.set_state(checkpoint["rng"])
         envs.rng.set_state(checkpoint["envs_rng"])
         for name, part in parts.items():
@@ -498,9 +501,10 @@ def main() -> None:
             t0 = clock()
             frames = draw(rb.next_obs[i], *reward_model.size)  # (batch, 3, height, width) uint8, dropped once scored
             t1 = clock()
+            clip_reward = reward_model(frames)  # (batch,)
+            rb.rewards[i] = clip_reward if args.reward == "clip" else ground_truth_reward(rb.next_obs[i])
             states.append(rb.next_obs[i])
-            clip_rewards.append(reward_model(frames))
-            rb.rewards[i] = clip_rewards[-1] if args.reward == "clip" else ground_truth_reward(states[-1])
+            clip_rewards.append(clip_reward)
             seconds["draw"] += t1 - t0
             seconds["clip"] += clock() - t1
         states, clip_rewards = torch.cat(states), torch.cat(clip_rewards)  # (episode_length * num_envs, 4 and ())
@@ -509,7 +513,8 @@ def main() -> None:
         training_return = clip_return if args.reward == "clip" else ground_truth_return
         if training_return > best_return:  # of the policy that played this round; it has not been updated yet
             best_return = training_return
-            best = {"script": SCRIPT, "settings": args.to_save(), "q_network": q_network.state_dict()}
+            best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
+            best["q_network"] = q_network.state_dict()
             save(args.run_dir / "best.pt", best)
 
         # ---- Learn: ordinary DQN on labelled transitions.
@@ -559,9 +564,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     q_network.load_state_dict(torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)["q_network"])
-    figures, states, rewards = evaluate(q_network, reward_model, args)
-    figures["steps_per_second"] = global_step / training_seconds
-    strip = report_evaluation(args.run_dir / "result", args, figures, states, rewards)
+    metrics, states, rewards = evaluate(q_network, reward_model, args)
+    metrics["steps_per_second"] = global_step / training_seconds
+    strip = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
     writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
     writer.close()
 

@@ -198,7 +198,7 @@ def test_weights_from_a_file_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments, expected", [
     ({"clip_model": "ViT-B-23/openai"}, "unknown CLIP model ViT-B-23; did you mean ViT-B-32"),
     ({"clip_model": "ViT-B-32/openia"}, "no weights tag openia; did you mean openai"),
-    ({"clip_model": "ViT-B-32"}, "no weights tag (none given)"),
+    ({"clip_model": "ViT-B-32"}, "ViT-B-32 needs a weights tag or file, as in ViT-B-32/openai"),
     ({"clip_model": "tinny"}, "did you mean tiny"),
     ({"clip_model": "local-dir:/no/such/folder"}, "no CLIP model in /no/such/folder"),
     ({"alpha": -0.1}, "between 0 and 1"),
