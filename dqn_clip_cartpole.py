@@ -373,10 +373,11 @@ def read_settings() -> tuple[Args, dict | None]:
         if type(value) is float and not 0 <= value <= 1:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device.split(":")[0] not in ("cpu", "cuda"):
+        fail(f"no device {args.device} here: only cpu and cuda are supported")
     try:
-        if torch.zeros(1, device=args.device).device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # no driver, no such GPU, a CPU-only build of PyTorch
         hint = "a run goes on only on its own kind of device" if args.resume else "try --device cpu"
         fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
     args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
