@@ -1,0 +1,754 @@
+"""MountainCar learned from one sentence: SAC whose only reward is a CLIP model's opinion of the frame.
+
+    python sac_clip_mountaincar.py --prompt "a car at the peak of the mountain, next to the yellow flag"
+
+The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
+top to bottom: settings, environment and drawing, replay buffer, networks, evaluation, and the loop: act, label, learn, report.
+
+A reward for pictures of the goal says nothing in the valley, where the start is, and a car that rolls there with SAC's own noise,
+new at every step, never leaves it. So the exploration is part of the method: the noise is correlated in time (an
+Ornstein-Uhlenbeck process, as in DDPG), in step with the valley. The car swings there with a period of 2π/√0.0075 = 73 steps, and
+noise that forgets as e^(-√0.0075 t), 0.917 a step, has the most power at that period. Each single action still has the policy's
+own distribution, so that nothing else in SAC changes. (The paper does not say what it explored with.)
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import imageio.v3 as iio
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from PIL import Image, ImageDraw, ImageFont
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from clip_reward import CLIPReward, RewardModelError
+
+SCRIPT = Path(__file__).stem
+
+
+@dataclass
+class Args:
+    """Teach MountainCar with a sentence: SAC on the reward of a CLIP model. The paper's values are defaults unless said otherwise."""
+
+    prompt: tuple[str, ...] = ("a car at the peak of the mountain, next to the yellow flag",)
+    """what the goal looks like; several sentences are averaged"""
+    baseline_prompt: tuple[str, ...] = ("a car in the mountain",)
+    """what the scene looks like in general"""
+    goal_baseline_alpha: float = 0.5
+    """α of goal-baseline regularization, 0 (plain cosine) to 1; most values in between work (paper, Section 4.2)"""
+    textures: Literal["realistic", "plain"] = "realistic"
+    """how the scene is drawn: as mountains with a red car, or as Gymnasium does"""
+    clip_model: str | None = None
+    """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny
+    (default: the paper's ViT-bigG-14/laion2b_s39b_b160k on CUDA, the bundled tiny on a CPU)"""
+    clip_batch_size: int = 128
+    """frames drawn and scored at once"""
+    reward: Literal["clip", "ground-truth"] = "clip"
+    """what the agent learns from; ground-truth (1 per step at the goal) is for reference curves"""
+
+    seed: int = 1
+    """seed of the weights, the start states and the exploration"""
+    device: str | None = None
+    """cpu or cuda (default: cuda where there is one)"""
+    total_timesteps: int = 320_000
+    """environment steps over all environments, rounded up to whole rounds of one episode in each of them
+    (paper: 3,000,000, with a model that has never seen the scene)"""
+    num_envs: int = 16
+    """environments simulated side by side"""
+    episode_length: int = 200
+    """steps of every episode (the paper does not say; its code's example has 200)"""
+    gradient_steps: int = 200
+    """updates after each round"""
+
+    learning_starts: int = 3_200
+    """random steps before learning (paper: Stable-Baselines3's default, 100)"""
+    learning_rate: float = 1e-4
+    """of Adam, for actor and critics"""
+    buffer_size: int = 1_000_000
+    """transitions kept, at least one round of them"""
+    gamma: float = 0.9999
+    """discount factor"""
+    tau: float = 0.01
+    """share of the critics that the target critics take over at each update"""
+    batch_size: int = 256
+    """transitions per update (Stable-Baselines3's default, as in the paper)"""
+    ent_coef: float = 0.1
+    """weight of the policy's entropy in its objective, fixed"""
+    noise_correlation: float = 0.917
+    """of the exploration noise from one step to the next (see the top of this file); 0 is SAC's own"""
+
+    run_dir: Path | None = None
+    """folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)"""
+    checkpoint_every: int = 16_000
+    """environment steps between two checkpoints"""
+    episodes: int = 100
+    """episodes of the final evaluation, or of --evaluate"""
+    resume: Path | None = None
+    """go on with the run in this folder, exactly and with its own settings"""
+    evaluate: Path | None = None
+    """only evaluate this checkpoint (with --episodes, --seed, --device) and make its video"""
+    track: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project_name: str = "clip-reward"
+    """its project there"""
+
+    def to_save(self) -> dict:
+        """The settings that make a run what it is, as plain values."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items() if k not in ("resume", "evaluate")}
+
+
+# ---- Environment and drawing
+
+SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400  # of Gymnasium's frame, in whose pixels the scene is described
+X_MIN, X_MAX, X_GOAL = -1.2, 0.6, 0.45
+MAX_SPEED = 0.07
+
+
+class MountainCar:
+    """`num_envs` cars with the dynamics of Gymnasium's MountainCarContinuous-v0, in float64 on `device`, all at the same step.
+
+    A state is (position x, its speed, both in the environment's own units); the bottom of the valley is at x = -π/6, the goal at
+    x ≥ 0.45. As in the paper, no episode ends early, because that would tell the agent what the task is: each lasts
+    `episode_length` steps, and the goal is absorbing: a car that has reached it stays there. Nothing resets itself: call `reset`.
+    """
+
+    def __init__(self, num_envs: int, episode_length: int, device: torch.device):
+        self.num_envs, self.episode_length, self.device = num_envs, episode_length, device
+        self.rng = torch.Generator(device)
+
+    def reset(self, seed: int | None = None) -> tuple[torch.Tensor, dict]:
+        """Start all episodes anew, at rest near the bottom of the valley -> obs (num_envs, 2) float32, {}."""
+        if seed is not None:
+            self.rng.manual_seed(seed)
+        uniform = torch.rand(self.num_envs, generator=self.rng, dtype=torch.float64, device=self.device)
+        self.state = torch.stack([0.2 * uniform - 0.6, 0 * uniform], dim=1)
+        self.success = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        self.t = 0
+        return self.state.float(), {}
+
+    def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+        """Actions (num_envs, 1), the engine's force in [-1, 1] -> obs, rewards, terminations, truncations, infos.
+
+        The reward is the ground truth; infos["success"] (num_envs,) says whether the goal has been reached.
+        """
+        x, speed = self.state.unbind(1)
+        speed = speed + 0.0015 * actions[:, 0].clamp(-1, 1) - 0.0025 * (3 * x).cos()
+        speed = speed.clamp(-MAX_SPEED, MAX_SPEED)
+        x = (x + speed).clamp(X_MIN, X_MAX)
+        speed = torch.where((x == X_MIN) & (speed < 0), 0.0, speed)  # the wall on the left
+        self.state = torch.where(self.success[:, None], self.state, torch.stack([x, speed], dim=1))
+        self.t += 1
+
+        obs = self.state.float()
+        rewards = ground_truth_reward(obs)
+        self.success = rewards > 0
+        terminations = torch.zeros_like(self.success)  # the goal is absorbing, and yet the episode goes on
+        truncations = torch.full_like(self.success, self.t >= self.episode_length)
+        return obs, rewards, terminations, truncations, {"success": self.success}
+
+
+def ground_truth_reward(states: torch.Tensor) -> torch.Tensor:
+    """States (N, 2) -> 1.0 at the goal, else 0.0 (N,), for each step there. (Gymnasium pays 100, once, and ends the episode.)"""
+    return (states[:, 0] >= X_GOAL).float()
+
+
+def ground(x: torch.Tensor) -> torch.Tensor:
+    """Height of the ground at x, in the same units."""
+    return 0.45 * (3 * x).sin() + 0.55
+
+
+SCALE = SCREEN_WIDTH / (X_MAX - X_MIN)  # Gymnasium's pixels per unit of x and of height
+DETAIL = 3  # pixels of the two paintings below per pixel of Gymnasium's
+SAMPLES = 3  # points per pixel and direction at which the car is looked up
+CAR_RADIUS = 48  # no part of the car is further from its middle, in Gymnasium's pixels
+
+
+def paint_background(textures: str) -> Image.Image:
+    """What never moves, painted once, DETAIL times Gymnasium's size: the sky, the mountains and the flag."""
+    y = (SCREEN_HEIGHT - (torch.arange(SCREEN_HEIGHT * DETAIL) + 0.5) / DETAIL)[:, None] / SCALE  # of each row and
+    x = (torch.arange(SCREEN_WIDTH * DETAIL) + 0.5) / DETAIL / SCALE + X_MIN  # of each column, in the environment's units
+    rng = torch.Generator().manual_seed(6)  # the clouds leave the flag free
+
+    def noise(cells: int) -> torch.Tensor:
+        """Smooth random values in [0, 1] (rows, columns): static of ever finer grain, the finer the fainter."""
+        static = [torch.rand(1, 1, cells << k, cells * 3 // 2 << k, generator=rng) / 2**k for k in range(4)]
+        smooth = sum(F.interpolate(grain, size=(len(y), len(x)), mode="bicubic") for grain in static)[0, 0]
+        return (smooth - smooth.min()) / (smooth.max() - smooth.min())
+
+    def mix(pixels: torch.Tensor, other: torch.Tensor | tuple[int, int, int], share: torch.Tensor) -> torch.Tensor:
+        """Pixels (3, rows, columns) with a share (rows, columns) of another picture or colour."""
+        other = torch.tensor(other).view(3, 1, 1).float() if isinstance(other, tuple) else other
+        return torch.lerp(pixels, other.expand_as(pixels), share.clamp(0, 1))
+
+    def ridge(peaks: int) -> torch.Tensor:
+        """A jagged line: its height, from 0 to 1, in each column."""
+        jags = [torch.rand(1, 1, peaks << 2 * k, generator=rng) / 4**k for k in range(3)]
+        return sum(F.interpolate(jag, size=len(x), mode="linear") for jag in jags)[0, 0] / 1.3
+
+    def fill(colour: tuple[int, int, int], shade: tuple[int, int, int], share: torch.Tensor) -> torch.Tensor:
+        return mix(mix(white, colour, y**0), shade, share)
+
+    white = pixels = torch.full((3, len(y), len(x)), 255.0)
+    if textures == "realistic":
+        pixels = fill((60, 126, 206), (190, 220, 246), 1.2 - y)  # the sky, paler towards the horizon
+        pixels = mix(pixels, white, (noise(4) - 0.55) * 4 * ((y - 0.55) * 4).clamp(0, 1))  # clouds
+        for bottom, top, colour in ((0.55, 0.95, (128, 148, 184)), (0.35, 0.68, (78, 108, 112))):  # two ranges far away
+            far = fill(colour, (240, 244, 250), (y - 0.72 + 0.1 * noise(16)) * 20)  # with snow on their tops
+            pixels = mix(pixels, far, (bottom + (top - bottom) * ridge(9) - y) * 200)
+        depth, grain, patches = ground(x) - y, noise(24), noise(6)
+        mountain = fill((122, 106, 94), (62, 54, 50), grain)  # rock, and on it grass below and snow above
+        mountain = mix(mountain, fill((98, 152, 62), (50, 98, 38), grain), (0.05 + 0.1 * patches - depth) * 100)
+        snow_line = ((ground(x) - 0.85 + 0.1 * patches) * 40).clamp(0, 1)
+        mountain = mix(
+            mountain, fill((252, 253, 255), (200, 212, 230), grain), (0.04 + 0.2 * patches - depth) * 100 * snow_line
+        )
+        pixels = mix(pixels, mountain, depth * 200)
+
+    image = Image.fromarray(pixels.permute(1, 2, 0).clamp(0, 255).byte().numpy())
+    pen = ImageDraw.Draw(image)
+
+    def at(column, row):
+        return ((column + 0.5) * DETAIL, (SCREEN_HEIGHT - 0.5 - row) * DETAIL)
+
+    flag_x, flag_y = int((X_GOAL - X_MIN) * SCALE), int(ground(torch.tensor(X_GOAL)) * SCALE)
+    if textures == "plain":
+        pen.line([at((a - X_MIN) * SCALE, ground(a) * SCALE) for a in torch.linspace(X_MIN, X_MAX, 100)], "black", DETAIL)
+        pen.line([at(flag_x, flag_y - 0.5), at(flag_x, flag_y + 50.5)], "black", DETAIL)
+        pen.polygon([at(flag_x, flag_y + 50), at(flag_x, flag_y + 40), at(flag_x + 25, flag_y + 45)], (204, 204, 0))
+    else:
+        pen.line([at(flag_x, flag_y - 4), at(flag_x, flag_y + 64)], (60, 50, 40), 3 * DETAIL)
+        cloth = ((1, 64), (15, 60), (30, 63), (45, 59), (45, 37), (30, 41), (15, 38), (1, 42))
+        pen.polygon([at(flag_x + a, flag_y + b) for a, b in cloth], (255, 214, 0), (190, 150, 0))
+    return image
+
+
+def paint_car(textures: str) -> Image.Image:
+    """The car on transparent ground, DETAIL times its size in Gymnasium's pixels; it is turned around the middle of the picture."""
+    image = Image.new("RGBA", (2 * CAR_RADIUS * DETAIL,) * 2)
+    pen = ImageDraw.Draw(image)
+
+    def at(*points: tuple[float, float]) -> list[tuple[float, float]]:
+        return [((CAR_RADIUS + right) * DETAIL, (CAR_RADIUS - up) * DETAIL) for right, up in points]
+
+    def wheel(right: float, up: float, radius: float, colour: tuple[int, int, int]) -> None:
+        pen.ellipse(at((right - radius, up + radius), (right + radius, up - radius)), colour)
+
+    if textures == "plain":  # with the half pixel that Gymnasium's polygon filling adds
+        pen.polygon(at((-20.5, -0.5), (-20.5, 20.5), (20.5, 20.5), (20.5, -0.5)), "black")
+        for right in (-10, 10):
+            wheel(right, 0, 8.5, (128, 128, 128))
+    else:
+        red, dark, glass = (214, 32, 28), (140, 14, 16), (176, 222, 244)
+        pen.polygon(at((-26, 21), (-19, 37), (8, 37), (19, 21)), red)
+        pen.polygon(at((-21, 22), (-16, 33.5), (-6, 33.5), (-6, 22)), glass)
+        pen.polygon(at((-3, 22), (-3, 33.5), (6.5, 33.5), (14.5, 22)), glass)
+        pen.rounded_rectangle(at((-40, 23), (40, 7)), 5 * DETAIL, red)
+        pen.rectangle(at((-39, 11), (39, 8)), dark)
+        pen.line(at((-4.5, 21), (-4.5, 10)), dark, DETAIL)  # the door
+        pen.rectangle(at((36, 20), (40, 15)), (255, 240, 150))  # lights
+        pen.rectangle(at((-40, 20), (-37, 15)), (255, 130, 40))
+        for right in (-24, 24):
+            wheel(right, 9, 11, (24, 24, 26))
+            wheel(right, 9, 5, (196, 200, 206))
+    return image
+
+
+@lru_cache(maxsize=8)
+def paintings(textures: str, height: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The background at the size of a frame (3, height, width) and the car (4, …), its colours times its opacity, on the device."""
+    background = paint_background(textures).resize((width, height), Image.BOX)
+    car = torch.from_numpy(np.array(paint_car(textures))).permute(2, 0, 1).float()
+    car[:3] *= car[3:] / 255
+    return torch.from_numpy(np.array(background)).permute(2, 0, 1).to(device), car.to(device)
+
+
+def draw(states: torch.Tensor, height: int, width: int, textures: str) -> torch.Tensor:
+    """States (N, 2) -> frames (N, 3, height, width) uint8 on the same device, the scene squashed to that size.
+
+    Only a window around the car, the same size for all, is computed, with SAMPLES x SAMPLES points in every pixel.
+    """
+    background, car = paintings(textures, height, width, states.device)
+    n, x = len(states), states[:, 0].float()
+    pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
+    if textures == "plain":
+        up, lean = SCALE * ground(x) + 10.5, (3 * x).cos()  # Gymnasium's
+    else:  # both wheels on the ground
+        wheel = 24 / SCALE / (1 + (1.35 * (3 * x).cos()).square()).sqrt()
+        back, front = ground(x - wheel), ground(x + wheel)
+        up, lean = SCALE * (back + front) / 2, torch.atan2(front - back, 2 * wheel)
+    x, y = SCALE * (x - X_MIN), SCREEN_HEIGHT - up  # the car's middle, from the upper left corner
+
+    columns, rows = (min(size, int(2 * CAR_RADIUS / pixel) + 2) for size, pixel in ((width, pixel_x), (height, pixel_y)))
+    left = (x / pixel_x - columns / 2).round().long().clamp(0, width - columns)[:, None]
+    top = (y / pixel_y - rows / 2).round().long().clamp(0, height - rows)[:, None]
+    column, row = (torch.arange(SAMPLES * size, device=x.device) / SAMPLES + 0.5 / SAMPLES for size in (columns, rows))
+    right = (((left + column) * pixel_x - x[:, None]) / CAR_RADIUS)[:, None, :]  # (N, 1, SAMPLES * columns)
+    down = (((top + row) * pixel_y - y[:, None]) / CAR_RADIUS)[:, :, None]  # (N, SAMPLES * rows, 1)
+    sin, cos = lean.sin()[:, None, None], lean.cos()[:, None, None]
+    grid = torch.stack([cos * right - sin * down, sin * right + cos * down], dim=-1)  # in the car's own frame
+    window = F.grid_sample(car.expand(n, -1, -1, -1), grid, mode="nearest", align_corners=False)
+    window = F.avg_pool2d(window, SAMPLES)  # (N, 4, rows, columns)
+
+    where_row = (top + torch.arange(rows, device=x.device))[:, :, None]
+    where_column = (left + torch.arange(columns, device=x.device))[:, None, :]
+    behind = background[:, where_row, where_column].transpose(0, 1)
+    pixels = behind * (1 - window[:, 3:] / 255) + window[:, :3]
+    frames = background.expand(n, -1, -1, -1).clone()
+    each = torch.arange(n, device=x.device)[:, None, None]
+    frames[each, :, where_row, where_column] = pixels.round().to(torch.uint8).permute(0, 2, 3, 1)
+    return frames
+
+
+# ---- Replay buffer and networks
+
+
+class ReplayBuffer:
+    """A ring of transitions in preallocated tensors on the device. They enter unlabelled, and only labelled ones are sampled.
+
+    There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
+    property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.) And the
+    goal is absorbing but not terminal: a car there goes on earning the goal's reward, step by step, in transitions from the goal
+    to itself, so that the goal is worth R / (1 - γ). As a terminal state it would be worth one R, and since R is as a rule
+    positive, driving on for ever would be worth more.
+    """
+
+    def __init__(self, capacity: int, device: torch.device):
+        self.capacity, self.device = capacity, device
+        self.obs = torch.zeros(capacity, 2, device=device)
+        self.next_obs = torch.zeros(capacity, 2, device=device)
+        self.actions = torch.zeros(capacity, 1, device=device)
+        self.rewards = torch.full((capacity,), math.nan, device=device)  # a reward that was never written spoils the loss
+        self.pos = self.size = self.num_unlabelled = 0  # next place to write; transitions held; how many of them unlabelled
+
+    def add(self, obs: torch.Tensor, next_obs: torch.Tensor, actions: torch.Tensor) -> None:
+        """Append one transition of each environment, without rewards."""
+        n = len(actions)
+        i = (self.pos + torch.arange(n, device=self.device)) % self.capacity
+        self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i] = obs, next_obs, actions, math.nan
+        self.pos = (self.pos + n) % self.capacity
+        self.size = min(self.size + n, self.capacity)
+        self.num_unlabelled = min(self.num_unlabelled + n, self.capacity)
+
+    def unlabelled(self, batch_size: int) -> Iterator[torch.Tensor]:
+        """Indices of the unlabelled transitions, oldest first, in batches; a batch counts as labelled when the next is asked for."""
+        i = (self.pos - self.num_unlabelled + torch.arange(self.num_unlabelled, device=self.device)) % self.capacity
+        for batch in i.split(batch_size):
+            yield batch
+            self.num_unlabelled -= len(batch)
+
+    def sample(self, batch_size: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Labelled transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
+        i = torch.randint(self.size - self.num_unlabelled, (batch_size,), generator=rng, device=self.device)
+        i = (self.pos - self.size + i) % self.capacity  # counted from the oldest
+        return self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i]
+
+    def state_dict(self) -> dict:
+        tensors = {name: getattr(self, name)[: self.size].clone() for name in ("obs", "next_obs", "actions", "rewards")}
+        return tensors | {"pos": self.pos, "size": self.size, "num_unlabelled": self.num_unlabelled}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.pos, self.size, self.num_unlabelled = state["pos"], state["size"], state["num_unlabelled"]
+        for name in ("obs", "next_obs", "actions", "rewards"):
+            getattr(self, name)[: self.size] = state[name]
+
+
+def normalize(obs: torch.Tensor) -> torch.Tensor:
+    """Observations (N, 2) -> the same with x and speed, whose units differ twentyfold, in [-1, 1]."""
+    return torch.stack([(obs[:, 0] - (X_MIN + X_MAX) / 2) / ((X_MAX - X_MIN) / 2), obs[:, 1] / MAX_SPEED], dim=1)
+
+
+LOG_STD_MIN, LOG_STD_MAX = -5, 2
+
+
+class SoftQNetwork(nn.Module):
+    """Observations (N, 2) and actions (N, 1) -> action values (N,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        return self.net(torch.cat([normalize(obs), actions], dim=1)).squeeze(1)
+
+
+class Actor(nn.Module):
+    """Observations (N, 2) -> mean and log standard deviation (N, 1) of a Gaussian; its sample's tanh is the action."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_std = self.net(normalize(obs)).split(1, dim=1)
+        return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Observations (N, 2), standard normal noise (N, 1) -> actions (N, 1) in (-1, 1), their log probabilities (N,)."""
+        mean, log_std = self(obs)
+        raw = mean + log_std.exp() * noise
+        log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_prob -= 2 * (math.log(2) - raw - F.softplus(-2 * raw))  # log of tanh's slope, 1 - tanh², without underflow
+        return raw.tanh(), log_prob.squeeze(1)
+
+
+# ---- Evaluation, pictures, files
+
+
+@torch.no_grad()
+def evaluate(actor: Actor, reward_model: CLIPReward, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 2), their CLIP rewards."""
+    envs = MountainCar(args.episodes, args.episode_length, reward_model.device)
+    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # start states that training has not seen
+    states = []
+    for _ in range(args.episode_length):
+        obs, _, _, _, infos = envs.step(actor(obs)[0].tanh())
+        states.append(obs)
+    states = torch.stack(states)
+    chunks = tqdm(states.flatten(0, 1).split(args.clip_batch_size), desc=f"score {args.episodes} episodes", leave=False)
+    rewards = torch.cat([reward_model(draw(chunk, *reward_model.size, args.textures)) for chunk in chunks]).view(
+        states.shape[:2]
+    )
+    metrics = {
+        "success_rate": infos["success"].float().mean().item(),
+        "clip_return": rewards.sum(0).mean().item(),
+        "ground_truth_return": ground_truth_reward(states.flatten(0, 1)).sum().item() / args.episodes,
+    }
+    return metrics, states, rewards
+
+
+def picture(states: torch.Tensor, rewards: torch.Tensor, textures: str) -> Image.Image:
+    """States (T, 2) of one episode and their rewards (T,) -> a strip of eight frames, each with its step and CLIP reward."""
+    steps = torch.linspace(0, len(states) - 1, 8).round().long().to(states.device)
+    strip = Image.new("RGB", (8 * 200, 150), "gray")
+    pen = ImageDraw.Draw(strip)
+    for k, frame in enumerate(draw(states[steps], 124, 196, textures).permute(0, 2, 3, 1).cpu().numpy()):
+        strip.paste(Image.fromarray(frame), (k * 200 + 2, 2))
+        pen.text(
+            (k * 200 + 20, 130), f"step {steps[k] + 1}   reward {rewards[steps[k]]:.3f}", "white", ImageFont.load_default(14)
+        )
+    return strip
+
+
+def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, textures: str) -> None:
+    """States (T, N, 2) and rewards (T, N) -> the N episodes one after another as an mp4, each frame with its CLIP reward."""
+    temporary = path.with_suffix(".tmp.mp4")
+    with iio.imopen(temporary, "w", plugin="pyav") as file:
+        file.init_video_stream("libx264", fps=30)  # as in Gymnasium
+        for episode in range(states.shape[1]):
+            for state, reward in zip(states[:, episode].split(1), rewards[:, episode]):
+                frame = Image.fromarray(draw(state, 400, 600, textures)[0].permute(1, 2, 0).cpu().numpy())
+                text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
+                ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
+                file.write_frame(np.asarray(frame))
+    os.replace(temporary, path)
+
+
+def report_evaluation(path: Path, args: Args, metrics: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
+    """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
+    versions = {name: version(name) for name in ("torch", "open_clip_torch")}
+    strip = picture(states[:, 0], rewards[:, 0], args.textures)
+    strip.save(f"{path}.png")
+    write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3], args.textures)
+    save(Path(f"{path}.json"), metrics | {"settings": args.to_save(), "versions": versions})
+    for name, value in metrics.items():
+        print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
+    print(f"{'written to':>20}  {path}.json, .mp4, .png")
+    return strip
+
+
+def save(path: Path, content: dict) -> None:
+    """Write a .pt or .json file whole or not at all: a kill at any moment leaves the old one."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        if path.suffix == ".json":
+            file.write((json.dumps(content, indent=2) + "\n").encode())
+        else:
+            torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def fail(message: str) -> None:
+    print(f"{SCRIPT}.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The checkpoint that --resume or --evaluate names -> its settings with what the command line may change, and its content."""
+    path = args.evaluate or args.resume / "checkpoint.pt"
+    if not os.path.isfile(path):
+        fail(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rb") not in checkpoint:
+            raise ValueError
+        own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
+    except Exception:  # whatever the file holds instead
+        fail(f"{path} is not a checkpoint of {SCRIPT}.py{' that can be resumed' if args.resume else ''}")
+    own.run_dir = args.resume
+    own.device = None if args.evaluate else own.device  # a run goes on exactly on its own kind of device only
+    args = tyro.cli(Args, default=own)
+    changed = {name for name, value in asdict(args).items() if value != getattr(own, name)}
+    changed -= {"episodes", "seed", "device"} if args.evaluate else set()
+    if changed:
+        fail(
+            f"{path} brings its own settings: leave out {', '.join('--' + name.replace('_', '-') for name in sorted(changed))}"
+        )
+    return args, checkpoint
+
+
+def read_settings() -> tuple[Args, dict | None]:
+    """The command line -> checked settings and, with --resume or --evaluate, the checkpoint that most of them come from."""
+    args, checkpoint = tyro.cli(Args), None
+    if args.resume and args.evaluate:
+        fail("--resume goes on with a training, --evaluate only looks at one: give one of the two")
+    if args.resume or args.evaluate:
+        args, checkpoint = read_checkpoint(args)
+    for name, value in asdict(args).items():
+        flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
+        if type(value) is int and not least <= value < 2**62:
+            fail(f"{flag} must be at least {least}{' and less than 2^62' if value > least else ''}, not {value}")
+        if type(value) is float and not 0 <= value <= 1:
+            fail(f"{flag} must lie between 0 and 1, not {value}")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device.split(":")[0] not in ("cpu", "cuda"):
+        fail(f"no device {args.device} here: only cpu and cuda are supported")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # no driver, no such GPU, a CPU-only build of PyTorch
+        hint = "a run goes on only on its own kind of device" if args.resume else "try --device cpu"
+        fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
+    args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
+    args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
+    if not checkpoint and os.path.exists(args.run_dir):
+        resumable = os.path.exists(args.run_dir / "checkpoint.pt")
+        fail(f"{args.run_dir} exists: choose another --run-dir{f' or --resume {args.run_dir}' if resumable else ''}")
+    target = args.evaluate or args.run_dir
+    folder = args.resume or next(parent for parent in target.absolute().parents if os.path.exists(parent))
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        fail(f"cannot write to {target}: {folder} is not a folder that can be written to")
+    if args.track and not find_spec("wandb"):
+        fail("--track needs Weights & Biases: pip install wandb")
+    return args, checkpoint
+
+
+# ---- The loop
+
+
+def main() -> None:
+    args, checkpoint = read_settings()
+    device = torch.device(args.device)
+    try:
+        reward_model = CLIPReward(
+            args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size
+        )
+    except RewardModelError as error:
+        fail(str(error))
+    about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
+    print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} on {args.device}")
+    if not args.evaluate:
+        print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
+
+    torch.manual_seed(args.seed)
+    actor, qf1, qf2, qf1_target, qf2_target = (net().to(device) for net in (Actor, *[SoftQNetwork] * 4))
+    qf1_target.load_state_dict(qf1.state_dict())
+    qf2_target.load_state_dict(qf2.state_dict())
+    if args.evaluate:
+        actor.load_state_dict(checkpoint["actor"])
+        path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
+        report_evaluation(path, args, *evaluate(actor, reward_model, args))
+        return
+    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.learning_rate, fused=True)
+    q_parameters, q_target_parameters = (
+        [*qf1.parameters(), *qf2.parameters()],
+        [*qf1_target.parameters(), *qf2_target.parameters()],
+    )
+    q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
+    rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
+    envs = MountainCar(args.num_envs, args.episode_length, device)
+    envs.reset(seed=args.seed)
+    rng = torch.Generator(device).manual_seed(args.seed)  # exploration and sampling
+    global_step, best_return, training_seconds = 0, -math.inf, 0.0
+    parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
+    parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "rb": rb}
+
+    def save_checkpoint() -> None:
+        """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
+        counters = {"global_step": global_step, "best_return": best_return}
+        content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
+        content |= {"rng": rng.get_state(), "envs_rng": envs.rng.get_state()}
+        save(args.run_dir / "checkpoint.pt", content | {name: part.state_dict() for name, part in parts.items()})
+
+    if args.track:
+        import wandb
+
+        name = args.run_dir.name
+        wandb.init(project=args.wandb_project_name, id=name, config=args.to_save(), resume="allow", sync_tensorboard=True)
+    if args.resume:
+        global_step, best_return = checkpoint["global_step"], checkpoint["best_return"]
+        training_seconds = checkpoint["training_seconds"]
+        if global_step >= args.total_timesteps:
+            print("this run is already trained: only its evaluation is made again")
+        rng.set_state(checkpoint["rng"])
+        envs.rng.set_state(checkpoint["envs_rng"])
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+    else:
+        try:
+            args.run_dir.mkdir(parents=True)
+        except OSError as error:
+            fail(f"cannot write to {args.run_dir}: {error.strerror}")
+        save_checkpoint()
+    # What a killed run logged after its last checkpoint is to be forgotten: hence purge_step.
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
+    rows = "\n".join(f"|{name}|{value}|" for name, value in args.to_save().items())
+    writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{rows}")
+
+    stop = []  # the signal that asks to stop, once it came; the round in progress is finished first
+
+    def request_stop(signum: int, _) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(signum)
+        os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", desc="train", smoothing=0.05)
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    while global_step < args.total_timesteps and not stop:
+        seconds = dict.fromkeys(("simulate", "draw", "clip", "update"), 0.0)
+        start, step_before = clock(), global_step
+
+        # ---- Act: one episode in all environments at once. The transitions enter the buffer without rewards.
+        obs, _ = envs.reset()
+        noise = torch.randn(args.num_envs, 1, generator=rng, device=device)
+        for _ in range(args.episode_length):
+            fresh = torch.randn(args.num_envs, 1, generator=rng, device=device)
+            noise = (
+                args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
+            )  # standard normal as well
+            if global_step < args.learning_starts:
+                actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
+            else:
+                with torch.no_grad():
+                    actions, _ = actor.get_action(obs, noise)
+            next_obs, _, _, _, infos = envs.step(actions)
+            rb.add(obs, next_obs, actions)
+            obs = next_obs
+            global_step += args.num_envs
+        success_rate = infos["success"].float().mean().item()
+        seconds["simulate"] = clock() - start
+
+        # ---- Label: draw the state after each step, score the frames with CLIP, write the rewards (Algorithm 1; Definition 1).
+        states, clip_rewards = [], []
+        for i in rb.unlabelled(args.clip_batch_size):
+            t0 = clock()
+            frames = draw(
+                rb.next_obs[i], *reward_model.size, args.textures
+            )  # (batch, 3, height, width) uint8, dropped once scored
+            t1 = clock()
+            clip_reward = reward_model(frames)  # (batch,)
+            rb.rewards[i] = clip_reward if args.reward == "clip" else ground_truth_reward(rb.next_obs[i])
+            states.append(rb.next_obs[i])
+            clip_rewards.append(clip_reward)
+            seconds["draw"] += t1 - t0
+            seconds["clip"] += clock() - t1
+        states, clip_rewards = torch.cat(states), torch.cat(clip_rewards)  # (episode_length * num_envs, 2 and ())
+        clip_return = clip_rewards.mean().item() * args.episode_length
+        ground_truth_return = ground_truth_reward(states).mean().item() * args.episode_length
+        training_return = clip_return if args.reward == "clip" else ground_truth_return
+        if training_return > best_return:  # of the policy that played this round; it has not been updated yet
+            best_return = training_return
+            best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
+            best["actor"] = actor.state_dict()
+            save(args.run_dir / "best.pt", best)
+
+        # ---- Learn: ordinary SAC on labelled transitions.
+        t0 = clock()
+        for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
+            b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rng)
+            noise = torch.randn(2, args.batch_size, 1, generator=rng, device=device)
+            with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
+                next_actions, next_log_prob = actor.get_action(b_next_obs, noise[0])
+                next_q = torch.min(qf1_target(b_next_obs, next_actions), qf2_target(b_next_obs, next_actions))
+                td_target = b_rewards + args.gamma * (next_q - args.ent_coef * next_log_prob)
+            q_values = qf1(b_obs, b_actions)
+            qf_loss = F.mse_loss(q_values, td_target) + F.mse_loss(qf2(b_obs, b_actions), td_target)
+            q_optimizer.zero_grad()
+            qf_loss.backward()
+            q_optimizer.step()
+
+            actions, log_prob = actor.get_action(b_obs, noise[1])
+            actor_loss = (args.ent_coef * log_prob - torch.min(qf1(b_obs, actions), qf2(b_obs, actions))).mean()
+            actor_optimizer.zero_grad()
+            actor_loss.backward()
+            actor_optimizer.step()
+            with torch.no_grad():
+                torch._foreach_lerp_(q_target_parameters, q_parameters, args.tau)
+        seconds["update"] = clock() - t0
+
+        # ---- Report.
+        elapsed = clock() - start
+        training_seconds += elapsed
+        progress.update(min(global_step, args.total_timesteps) - progress.n)
+        progress.set_postfix(clip_return=f"{clip_return:.1f}", success=f"{success_rate:.2f}")
+        scalars = {"charts/clip_return": clip_return, "charts/ground_truth_return": ground_truth_return}
+        scalars |= {"charts/success_rate": success_rate}
+        scalars |= {"charts/SPS": (global_step - step_before) / elapsed}
+        scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
+        if global_step >= args.learning_starts:
+            scalars |= {"losses/qf_loss": qf_loss.item(), "losses/actor_loss": actor_loss.item()}
+            scalars |= {"losses/q_values": q_values.mean().item(), "losses/entropy": -log_prob.mean().item()}
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, global_step)
+        if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
+            strip = picture(states[:: args.num_envs], clip_rewards[:: args.num_envs], args.textures)  # the first environment's
+            writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
+            strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
+        if global_step // args.checkpoint_every > step_before // args.checkpoint_every:
+            writer.flush()
+            save_checkpoint()
+
+    progress.close()
+    writer.flush()
+    save_checkpoint()
+    if stop:
+        print(f"stopped at step {global_step}, nothing lost; go on with: python {SCRIPT}.py --resume {args.run_dir}")
+        sys.exit(128 + stop[0])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    actor.load_state_dict(torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)["actor"])
+    metrics, states, rewards = evaluate(actor, reward_model, args)
+    metrics["steps_per_second"] = global_step / training_seconds
+    strip = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
+    writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
+    writer.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
+        sys.exit(130)
