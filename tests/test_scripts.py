@@ -19,14 +19,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import clip_reward
 import dqn_clip_cartpole
+import sac_clip_mountaincar
 from clip_reward import CLIPReward
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"dqn_clip_cartpole": dqn_clip_cartpole}
-SHORT = {
-    "dqn_clip_cartpole": "--total-timesteps 6000 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 "
-    "--buffer-size 1000 --gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
-}
+SCRIPTS = {"dqn_clip_cartpole": dqn_clip_cartpole, "sac_clip_mountaincar": sac_clip_mountaincar}
+POLICY = {"dqn_clip_cartpole": "q_network", "sac_clip_mountaincar": "actor"}
+LOOK = {"dqn_clip_cartpole": (), "sac_clip_mountaincar": ("realistic",)}  # what `draw` wants to know beyond state and size
+SHORT = dict.fromkeys(
+    SCRIPTS,
+    "--total-timesteps 6000 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 --buffer-size 1000 "
+    "--gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny",
+)
 
 
 def start(script: str, *arguments, folder: Path) -> subprocess.Popen:
@@ -87,22 +91,36 @@ def test_a_run_leaves_what_it_promises(unbroken):
 
 
 def test_rewards_in_the_buffer_are_clips_of_the_states_after_the_steps(unbroken):
-    _, run_dir = unbroken
+    script, run_dir = unbroken
     checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
     settings, rb = checkpoint["settings"], checkpoint["rb"]
     reward_model = CLIPReward("tiny", settings["prompt"], settings["baseline_prompt"], settings["goal_baseline_alpha"])
     assert rb["size"] == 1000 and rb["num_unlabelled"] == 0
-    scored = reward_model(dqn_clip_cartpole.draw(rb["next_obs"], *reward_model.size))
-    torch.testing.assert_close(rb["rewards"], scored, atol=1e-5, rtol=0)
-    assert (reward_model(dqn_clip_cartpole.draw(rb["obs"], *reward_model.size)) - scored).abs().max() > 0.01
+    before, after = (SCRIPTS[script].draw(rb[name], *reward_model.size, *LOOK[script]) for name in ("obs", "next_obs"))
+    torch.testing.assert_close(rb["rewards"], reward_model(after), atol=1e-5, rtol=0)
+    assert (reward_model(before) - rb["rewards"]).abs().max() > 0.01
 
 
-def test_ground_truth_reward_is_what_the_flag_trains_on(tmp_path):
-    options = "--reward ground-truth --total-timesteps 240 --num-envs 4 --episode-length 30 --episodes 2 --device cpu"
-    out = run("dqn_clip_cartpole", *options.split(), "--run-dir", "run", folder=tmp_path)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path):
+    options = "--reward ground-truth --total-timesteps 3200 --num-envs 16 --episode-length 200 --episodes 2 --device cpu"
+    out = run(script, *options.split(), "--run-dir", "run", folder=tmp_path)
     rb = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["rb"]
-    assert torch.equal(rb["rewards"], dqn_clip_cartpole.ground_truth_reward(rb["next_obs"])) and rb["rewards"].sum() > 0
+    assert torch.equal(rb["rewards"], SCRIPTS[script].ground_truth_reward(rb["next_obs"])) and rb["rewards"].sum() > 0
     assert "clip return" in out  # still logged, for comparison
+
+
+def test_mountaincar_explores_with_correlated_actions_of_the_right_distribution(tmp_path):
+    """All of 64,000 random actions: uniform in [-1, 1], neighbours in time alike, environments independent."""
+    options = "--total-timesteps 64000 --num-envs 320 --learning-starts 100000 --episodes 1 --device cpu"
+    run("sac_clip_mountaincar", *options.split(), "--run-dir", "run", folder=tmp_path)
+    actions = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["rb"]["actions"].view(200, 320)
+    counts = torch.histc(actions, 10, -1, 1) / actions.numel()
+    assert (counts - 0.1).abs().max() < 0.01
+    normal = torch.erfinv(actions.double().clamp(-0.999999, 0.999999)) * 2**0.5
+    for lag in (1, 10, 30):
+        assert (normal[:-lag] * normal[lag:]).mean().item() == pytest.approx(0.917**lag, abs=0.04)
+    assert abs(torch.corrcoef(normal.T).sum() - 320) / (320 * 319) < 0.02
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -137,7 +155,7 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
     assert 0 < killed_at[0] < killed_at[1] < killed_at[2] < 6000
     assert result(tmp_path / "run") == result(whole)
     a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, tmp_path / "run"))
-    assert all(torch.equal(a["q_network"][name], b["q_network"][name]) for name in a["q_network"])
+    assert all(torch.equal(weight, b[POLICY[script]][name]) for name, weight in a[POLICY[script]].items())
     assert all(torch.equal(a["rb"][name], b["rb"][name]) for name in ("obs", "next_obs", "actions", "rewards"))
     curves = []
     for folder in (whole, tmp_path / "run"):  # the curves, too, are those of the unbroken run: nothing twice, nothing missing
@@ -212,7 +230,7 @@ BAD = [
     ("--resume . --evaluate FILE", "give one of the two"),
     ("--resume RUN --seed 5", "leave out --seed"),
     ("--resume RUN --seed 1", "leave out --seed"),  # the flag's default, but not the run's seed
-    ("--resume ONLYBEST", "not a checkpoint of dqn_clip_cartpole.py that can be resumed"),
+    ("--resume ONLYBEST", "not a checkpoint of SCRIPT.py that can be resumed"),
     ("--seed 99999999999999999999", "less than 2^62"),
     ("--device meta", "only cpu and cuda"),
     ("--run-dir LOCKED/run", "cannot write to LOCKED/run"),
@@ -243,7 +261,7 @@ def test_bad_input_is_one_line_and_exit_code_2(script, arguments, expected, unbr
     with pytest.raises(SystemExit) as stopped:
         SCRIPTS[script].main()
     out, err = capsys.readouterr()
-    assert stopped.value.code == 2 and expected in err
+    assert stopped.value.code == 2 and expected.replace("SCRIPT", script) in err
     if expected not in ("x", "no-such-flag"):  # those are tyro's, which frames its errors
         assert out == "" and err.count("\n") == 1 and err.startswith(f"{script}.py: error: ")
     assert sorted(tmp_path.rglob("*")) == left
@@ -261,4 +279,10 @@ def test_a_hub_out_of_reach_stops_a_script_the_same_way(script, tmp_path):
 def test_cartpole_learns_from_the_sentence(tmp_path):
     options = "--total-timesteps 96000 --episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"
     run("dqn_clip_cartpole", *options.split(), folder=tmp_path)
+    assert result(tmp_path / "run")["success_rate"] >= 0.95
+
+
+def test_mountaincar_learns_from_the_sentence(tmp_path):
+    options = "--total-timesteps 160000 --episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"
+    run("sac_clip_mountaincar", *options.split(), folder=tmp_path)
     assert result(tmp_path / "run")["success_rate"] >= 0.95

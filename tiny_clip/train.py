@@ -4,7 +4,7 @@
     python tiny_clip/train.py --evaluate  # only the held-out figures
 
 Frames are drawn anew for every batch by the scripts' own drawing functions; captions are composed from the states. To add a
-scene, write one function like `cartpole_scene` and add it to SCENES.
+scene, write one function like `mountaincar_scene` and add it to SCENES.
 """
 
 import json
@@ -26,6 +26,7 @@ from tqdm import trange
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import dqn_clip_cartpole  # noqa: E402
+import sac_clip_mountaincar  # noqa: E402
 from clip_reward import CLIPReward, RewardModelError  # noqa: E402
 
 SIZE = 64  # pixels, frames are square
@@ -36,7 +37,7 @@ MODEL_CFG = {
 }
 PREPROCESS_CFG = {"size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "squash"}
 
-# Never a caption: the paper's goal and baseline prompt (the reward has to come from understanding other wordings) ...
+# Never a caption: the paper's goal and baseline prompts (the reward has to come from understanding other wordings) ...
 CARTPOLE_PROMPT, CARTPOLE_BASELINE = "pole vertically upright on top of the cart", "pole and cart"
 # ... and these further wordings, to see how much depends on the words.
 CARTPOLE_REWORDINGS = (
@@ -45,7 +46,16 @@ CARTPOLE_REWORDINGS = (
     "a vertical pole on a cart",
     "the pole is in an upright position",
 )
+MOUNTAINCAR_PROMPT = "a car at the peak of the mountain, next to the yellow flag"
+MOUNTAINCAR_BASELINE = "a car in the mountain"
+MOUNTAINCAR_REWORDINGS = (
+    "the car has climbed all the way up to the yellow flag",
+    "a car on the mountain top beside the flag",
+    "the vehicle is at the summit",
+    "a car at the flag",
+)
 HELD_OUT = {CARTPOLE_PROMPT, CARTPOLE_BASELINE, *CARTPOLE_REWORDINGS}
+HELD_OUT |= {MOUNTAINCAR_PROMPT, MOUNTAINCAR_BASELINE, *MOUNTAINCAR_REWORDINGS}
 
 
 @dataclass
@@ -164,7 +174,93 @@ def cartpole_scene(n: int, rng: np.random.Generator):
     return frames, captions, torch.from_numpy(facts), torch.from_numpy(mentioned)
 
 
-SCENES: tuple[Callable, ...] = (cartpole_scene,)
+MOUNTAINCAR_PLACES = (  # from which x on: what one says of a car there, and of one that is not
+    (
+        sac_clip_mountaincar.X_GOAL,
+        "at the peak|at the peak of MOUNTAIN|on the peak|at the very top|at the very top of MOUNTAIN|on top of MOUNTAIN|on the summit|"
+        "at the summit of MOUNTAIN|at the highest point|next to FLAG|beside FLAG|right by FLAG|at FLAG|that has reached FLAG|"
+        "that has arrived at FLAG|on the mountain top",
+        "below the peak|below the summit|not yet at FLAG|that has not reached FLAG|short of the summit|away from FLAG|lower than FLAG",
+    ),
+    (
+        0.3,
+        "close to FLAG|near FLAG|near the peak|close to the top of MOUNTAIN|almost at the summit|just about at the summit",
+        "far below the peak|some way from FLAG|not near the summit",
+    ),
+    (
+        0.1,
+        "high on MOUNTAIN|high up on the right|well up MOUNTAIN",
+        "far from FLAG|far from the peak",
+    ),
+    (
+        -0.1,
+        "more than half of the way up|on the upper part of the slope",
+        "low down|far down|very far from FLAG|in the lower half of the way up",
+    ),
+    (-0.3, "on the right slope|climbing MOUNTAIN|going up to FLAG|on the way up to the peak", ""),
+    (-0.75, "", "on the left slope|on the left hill|on the wrong side of the valley|on the left"),
+    (-1.0, "", "at the left edge|high on the left hill|at the end of the track on the left|in the upper left"),
+)
+VALLEY, LOOK, PERCENT = range(len(MOUNTAINCAR_PLACES), len(MOUNTAINCAR_PLACES) + 3)  # the other facts
+
+
+def mountaincar_progress(x: np.ndarray) -> np.ndarray:
+    """Share of the way from the bottom of the valley (0) to the goal (1, and beyond it); 0 on the left hill, which leads away."""
+    return ((x + math.pi / 6) / (sac_clip_mountaincar.X_GOAL + math.pi / 6)).clip(0, 1)
+
+
+def mountaincar_scene(n: int, rng: np.random.Generator):
+    """Cars anywhere on the track, a third of them near the flag; every second frame in each of the two looks."""
+    x = np.where(rng.random(n) < 1 / 3, rng.uniform(0.2, 0.6, n), rng.uniform(-1.2, 0.6, n))
+    states = torch.from_numpy(np.stack([x, 0 * x], axis=1))
+    frames = torch.empty(n, 3, SIZE, SIZE, dtype=torch.uint8)
+    for k, textures in enumerate(("plain", "realistic")):
+        frames[k::2] = sac_clip_mountaincar.draw(states[k::2], SIZE, SIZE, textures)
+
+    beyond = np.stack([x >= limit for limit, _, _ in MOUNTAINCAR_PLACES], axis=1)
+    valley = np.abs(x + math.pi / 6) < 0.2
+    look = np.arange(n) % 2
+    percent = np.round(10 * mountaincar_progress(x)).astype(int) * 10
+    facts = np.concatenate([beyond, np.stack([valley, look, percent], axis=1)], axis=1).astype(int)
+    mentioned = np.zeros(facts.shape, dtype=bool)
+    captions = []
+    for i, says in enumerate(mentioned):
+        car = pick(rng, "a car|the car|car|a small car|a vehicle|an automobile")
+        if rng.random() < 0.1:
+            car, says[LOOK] = pick(rng, "a red car|the red car" if look[i] else "a black car|a drawing of a car"), True
+        mountain = pick(rng, "the mountain|the hill|a mountain|the slope")
+        flag = pick(rng, "the flag|the yellow flag|a yellow flag")
+        kind = rng.random()
+        if kind < 0.07:  # what the baseline says, in other words: true of every frame of the scene
+            text = pick(
+                rng,
+                f"{car} in the mountains|{car} and {mountain}|{car}, {mountain} and {flag}|{car} with mountains|{mountain} with {car}|"
+                f"mountains, {car}|{car} on hilly ground|there is {car} in the hills|mountain car",
+            )
+        elif kind < 0.2 and percent[i] < 100:
+            text = f"{car} {percent[i]} percent of the way " + pick(rng, f"up {mountain}|to {flag}|to the top|up")
+            says[PERCENT] = True
+        else:
+            phrases = []
+            for _ in range(1 if rng.random() < 0.6 else 2):
+                if valley[i] and rng.random() < 0.4:
+                    phrases.append(
+                        "in the valley|at the bottom|at the bottom of the valley|at the foot of MOUNTAIN|between the hills"
+                    )
+                    says[VALLEY] = True
+                else:
+                    can_say = [k for k, words in enumerate(MOUNTAINCAR_PLACES) if words[1 if beyond[i, k] else 2]]
+                    k = rng.choice(can_say)
+                    phrases.append(MOUNTAINCAR_PLACES[k][1 if beyond[i, k] else 2])
+                    says[k] = True
+            where = pick(rng, ", | and ").join(pick(rng, words) for words in phrases)
+            text = pick(rng, f"{car} {where}|{car} {where}|{car} is {where}|{where}, {car}")
+            text = text.replace("MOUNTAIN", mountain).replace("FLAG", flag).replace("is that ", "")
+        captions.append(text + " on a picture" if text in HELD_OUT else text)
+    return frames, captions, torch.from_numpy(facts), torch.from_numpy(mentioned)
+
+
+SCENES: tuple[Callable, ...] = (cartpole_scene, mountaincar_scene)
 
 
 # ---- Training
@@ -202,11 +298,15 @@ def train(args: Args) -> None:
     )
     progress = trange(args.steps, desc="train tiny_clip", unit="step")
     for step in progress:
-        frames, captions, facts, mentioned = SCENES[step % len(SCENES)](args.batch_size, rng)
-        pixels = (frames.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
+        # All scenes in each batch: batch normalization has to see the mixture of them that it uses later.
+        scenes = [scene(args.batch_size // len(SCENES), rng) for scene in SCENES]
+        captions = [caption for _, captions, _, _ in scenes for caption in captions]
+        true = torch.block_diag(*(is_true(facts, mentioned).float() for _, _, facts, mentioned in scenes))
+        pixels = torch.cat([frames for frames, _, _, _ in scenes]).float() / 127.5 - 1
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
         image = model.encode_image(pixels, normalize=True)
         text = model.encode_text(tokenizer(captions), normalize=True)
-        loss = contrastive_loss(image, text, model.logit_scale.exp(), is_true(facts, mentioned).float())
+        loss = contrastive_loss(image, text, model.logit_scale.exp(), true)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -226,7 +326,7 @@ def train(args: Args) -> None:
 
 
 def epic_distance(reward: torch.Tensor, label: torch.Tensor) -> float:
-    """EPIC distance of a goal-based reward to a 0/1 label: sqrt((1 - Pearson correlation) / 2) (paper, Lemma 1)."""
+    """EPIC distance of a reward to a label, both functions of the state: sqrt((1 - Pearson correlation) / 2) (paper, Lemma 1)."""
     correlation = torch.corrcoef(torch.stack([reward.double(), label.double()]))[0, 1].item()
     return math.sqrt((1 - correlation) / 2)
 
@@ -270,12 +370,42 @@ def evaluate_cartpole(folder: Path, n: int = 10_000) -> None:
             print(f"| {prompt} | {alpha} | {distance:.3f} | {angles[curve.argmax()]:+.1f}° | {some} |")
 
 
+@torch.no_grad()
+def evaluate_mountaincar(folder: Path, n: int = 10_000) -> None:
+    """Print EPIC distances and the x of the highest reward on held-out states, x uniform over the track.
+
+    The label is `mountaincar_progress`. Unlike height, it does not count the left hill as a success, and unlike a 0/1 label it
+    sees whether the reward shows the way.
+    """
+    x = torch.from_numpy(np.random.default_rng(20_000).uniform(-1.2, 0.6, n))  # training uses other states
+    label = torch.from_numpy(mountaincar_progress(x.numpy()))
+    places = torch.linspace(-1.2, 0.6, 361)
+    print("\n| prompt | textures | α | EPIC distance | highest reward at x | reward at x = -1.2, -0.52, 0, 0.45 |")
+    print("|---|---|---|---|---|---|")
+    reward_model = CLIPReward(f"local-dir:{folder}", MOUNTAINCAR_PROMPT)
+    for textures in ("plain", "realistic"):
+
+        def embed(x: torch.Tensor, textures: str = textures) -> torch.Tensor:
+            states = torch.stack([x, 0 * x], dim=1).split(256)
+            return torch.cat([reward_model.embed(sac_clip_mountaincar.draw(chunk, SIZE, SIZE, textures)) for chunk in states])
+
+        embedded, swept = embed(x), embed(places)
+        for prompt in (MOUNTAINCAR_PROMPT, *MOUNTAINCAR_REWORDINGS):
+            for alpha in (0.0, 0.25, 0.5, 0.75, 1.0) if prompt == MOUNTAINCAR_PROMPT else (0.0, 0.5):
+                scored = CLIPReward(f"local-dir:{folder}", prompt, MOUNTAINCAR_BASELINE, alpha)
+                distance = epic_distance(scored.reward(embedded), label)
+                curve = scored.reward(swept)
+                some = ", ".join(f"{curve[k]:.2f}" for k in (0, 136, 240, 330))
+                print(f"| {prompt} | {textures} | {alpha} | {distance:.3f} | {places[curve.argmax()]:+.2f} | {some} |")
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if not args.evaluate:
         train(args)
     try:
         evaluate_cartpole(args.output)
+        evaluate_mountaincar(args.output)
     except RewardModelError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,0 +1,124 @@
+"""Figure 2 of the paper, for any CLIP model: the reward against the pole's angle and against the car's place, for five values of α.
+
+python figures/reward_landscape.py --clip-model tiny --output figures/reward_landscape.png
+"""
+
+import csv
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import tyro
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import dqn_clip_cartpole  # noqa: E402
+import sac_clip_mountaincar  # noqa: E402
+from clip_reward import CLIPReward, RewardModelError  # noqa: E402
+
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass
+class Args:
+    """Plot the reward landscapes of the paper's prompts; the raw rewards are written to a CSV file beside the picture."""
+
+    clip_model: str = "tiny"
+    """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny"""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """cpu or cuda"""
+    points: int = 181
+    """states along each axis"""
+    clip_batch_size: int = 32
+    """frames scored at once"""
+    output: Path = Path("reward_landscape.png")
+    """picture to write"""
+
+
+def pole(degrees: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Angles (N,) -> frames (N, 3, height, width) with the cart in the middle."""
+    states = torch.zeros(len(degrees), 4, device=degrees.device)
+    states[:, 2] = torch.deg2rad(degrees)
+    return dqn_clip_cartpole.draw(states, height, width)
+
+
+def plain_car(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    return sac_clip_mountaincar.draw(x[:, None], height, width, "plain")
+
+
+def realistic_car(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    return sac_clip_mountaincar.draw(x[:, None], height, width, "realistic")
+
+
+# name: script with the prompts, drawing function, name of the axis, its ends, where the goal begins and ends, sample frames
+PANELS = {
+    "CartPole": (dqn_clip_cartpole, pole, "pole angle in degrees", (-180, 180), (-12, 12), (-144, -72, 0, 72, 144)),
+    "MountainCar, plain": (sac_clip_mountaincar, plain_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-1, -0.65, -0.3, 0.05, 0.45)),
+    "MountainCar, realistic": (sac_clip_mountaincar, realistic_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-1, -0.65, -0.3, 0.05, 0.45)),
+}  # fmt: skip
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    folder = args.output.absolute().parent
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise RewardModelError(f"cannot write to {args.output}: {folder} is not a folder that can be written to")
+    if args.output.suffix != ".png":
+        raise RewardModelError(f"--output must end in .png, not {args.output}")
+    if args.points < 2:
+        raise RewardModelError(f"--points must be at least 2, not {args.points}")
+
+    figure = plt.figure(figsize=(15, 4.8), layout="constrained")
+    axes = figure.subplots(2, len(PANELS), height_ratios=[4, 1], sharex="col")
+    rows = []
+    progress = tqdm(total=args.points * len(PANELS), unit="frame", desc="score")
+    for (above, below), (name, (script, draw, axis, ends, goal, samples)) in zip(axes.T, PANELS.items()):
+        settings = script.Args()
+        reward_model = CLIPReward(args.clip_model, settings.prompt, settings.baseline_prompt, 1.0, args.device)
+        places = torch.linspace(*ends, args.points, device=args.device)
+        embeddings = []
+        for chunk in places.split(args.clip_batch_size):
+            embeddings.append(reward_model.embed(draw(chunk, *reward_model.size)))
+            progress.update(len(chunk))
+        for alpha, colour in zip(ALPHAS, plt.cm.viridis(torch.linspace(0, 0.9, len(ALPHAS)))):
+            reward_model.alpha = alpha
+            curve = reward_model.reward(torch.cat(embeddings)).cpu()
+            rows += [(name, alpha, place, reward) for place, reward in zip(places.tolist(), curve.tolist())]
+            rescaled = (curve - curve.min()) / (curve.max() - curve.min())
+            above.plot(places.cpu(), rescaled, color=colour, label=f"α = {alpha}")
+            progress.write(f"{name:>22}, α = {alpha:<4}: highest reward at {places[curve.argmax()].item():+.2f}")
+        above.axvspan(*goal, color="gold", alpha=0.35, linewidth=0, label="goal")
+        above.set(title=f"{name}\n“{settings.prompt[0]}”", xlim=ends, ylim=(-0.03, 1.03))
+        above.title.set_fontsize("small")
+        width = (ends[1] - ends[0]) / 5 * 0.96
+        frames = draw(torch.tensor(samples, dtype=torch.float32), 200, 300).permute(0, 2, 3, 1)
+        for place, frame in zip(samples, frames):
+            left = min(max(place - width / 2, ends[0]), ends[1] - width)
+            below.imshow(frame, extent=(left, left + width, 0, 1), aspect="auto")
+        below.set(xlabel=axis, xlim=ends, ylim=(0, 1), yticks=[])
+    axes[0, 0].set_ylabel("reward, rescaled to [0, 1]")
+    axes[0, 0].legend(fontsize="small", loc="upper left")
+    progress.close()
+
+    weights = "tiny, trained on these very scenes" if args.clip_model == "tiny" else args.clip_model
+    figure.suptitle(f"Reward landscapes, CLIP model: {weights}", fontsize="medium")
+    figure.savefig(args.output, dpi=100)
+    with open(args.output.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("panel", "alpha", "angle_or_x", "reward"))
+        writer.writerows(rows)
+    print(f"written to {args.output} and {args.output.with_suffix('.csv')}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RewardModelError as error:
+        print(f"reward_landscape.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
