@@ -190,39 +190,34 @@ def paint_background(textures: str) -> Image.Image:
         smooth = sum(F.interpolate(grain, size=(len(y), len(x)), mode="bicubic") for grain in static)[0, 0]
         return (smooth - smooth.min()) / (smooth.max() - smooth.min())
 
-    def mix(pixels: torch.Tensor, other: torch.Tensor | tuple[int, int, int], share: torch.Tensor) -> torch.Tensor:
-        """Pixels (3, rows, columns) with a share (rows, columns) of another picture or colour."""
-        other = torch.tensor(other).view(3, 1, 1).float() if isinstance(other, tuple) else other
-        return torch.lerp(pixels, other.expand_as(pixels), share.clamp(0, 1))
-
     def ridge(peaks: int) -> torch.Tensor:
         """A jagged line: its height, from 0 to 1, in each column."""
         jags = [torch.rand(1, 1, peaks << 2 * k, generator=rng) / 4**k for k in range(3)]
         return sum(F.interpolate(jag, size=len(x), mode="linear") for jag in jags)[0, 0] / 1.3
 
-    def fill(colour: tuple[int, int, int], shade: tuple[int, int, int], share: torch.Tensor) -> torch.Tensor:
-        return mix(mix(white, colour, y**0), shade, share)
+    def mix(one: tuple | torch.Tensor, other: tuple | torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """Two colours or pictures (3, rows, columns), the second with a share, cut to [0, 1], of each pixel."""
+        one, other = (torch.tensor(it).view(3, 1, 1) if isinstance(it, tuple) else it for it in (one, other))
+        return one + (other - one) * share.clamp(0, 1)
 
-    white = pixels = torch.full((3, len(y), len(x)), 255.0)
+    pixels = torch.full((3, len(y), len(x)), 255.0)
     if textures == "realistic":
-        pixels = fill((60, 126, 206), (190, 220, 246), 1.2 - y)  # the sky, paler towards the horizon
-        pixels = mix(pixels, white, (noise(4) - 0.55) * 4 * ((y - 0.55) * 4).clamp(0, 1))  # clouds
+        pixels = mix((60, 126, 206), (190, 220, 246), 1.2 - y)  # the sky, paler towards the horizon
+        pixels = mix(pixels, (255, 255, 255), (noise(4) - 0.55) * 4 * ((y - 0.55) * 4).clamp(0, 1))  # clouds
         for bottom, top, colour in ((0.55, 0.95, (128, 148, 184)), (0.35, 0.68, (78, 108, 112))):  # two ranges far away
-            far = fill(colour, (240, 244, 250), (y - 0.72 + 0.1 * noise(16)) * 20)  # with snow on their tops
+            far = mix(colour, (240, 244, 250), (y - 0.72 + 0.1 * noise(16)) * 20)  # with snow on their tops
             pixels = mix(pixels, far, (bottom + (top - bottom) * ridge(9) - y) * 200)
         depth, grain, patches = ground(x) - y, noise(24), noise(6)
-        mountain = fill((122, 106, 94), (62, 54, 50), grain)  # rock, and on it grass below and snow above
-        mountain = mix(mountain, fill((98, 152, 62), (50, 98, 38), grain), (0.05 + 0.1 * patches - depth) * 100)
-        snow_line = ((ground(x) - 0.85 + 0.1 * patches) * 40).clamp(0, 1)
-        mountain = mix(
-            mountain, fill((252, 253, 255), (200, 212, 230), grain), (0.04 + 0.2 * patches - depth) * 100 * snow_line
-        )
+        rock, grass = mix((122, 106, 94), (62, 54, 50), grain), mix((98, 152, 62), (50, 98, 38), grain)
+        snow, snows = mix((252, 253, 255), (200, 212, 230), grain), ((ground(x) - 0.85 + 0.1 * patches) * 40).clamp(0, 1)
+        mountain = mix(rock, grass, (0.05 + 0.1 * patches - depth) * 100)
+        mountain = mix(mountain, snow, (0.04 + 0.2 * patches - depth) * 100 * snows)
         pixels = mix(pixels, mountain, depth * 200)
 
     image = Image.fromarray(pixels.permute(1, 2, 0).clamp(0, 255).byte().numpy())
     pen = ImageDraw.Draw(image)
 
-    def at(column, row):
+    def at(column: float, row: float) -> tuple[float, float]:
         return ((column + 0.5) * DETAIL, (SCREEN_HEIGHT - 0.5 - row) * DETAIL)
 
     flag_x, flag_y = int((X_GOAL - X_MIN) * SCALE), int(ground(torch.tensor(X_GOAL)) * SCALE)

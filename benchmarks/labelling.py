@@ -15,6 +15,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dqn_clip_cartpole  # noqa: E402
+import sac_clip_mountaincar  # noqa: E402
 from clip_reward import CLIPReward  # noqa: E402
 
 
@@ -32,6 +33,24 @@ class Args:
     """frames a repetition with tiny"""
     frames: int = 256
     """frames a repetition with the others"""
+
+
+def cartpoles(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """States (count, 4) anywhere in view, actions (count,)."""
+    states = torch.zeros(count, 4, device=device)
+    states[:, 0], states[:, 2] = torch.rand(count, device=device) * 4 - 2, torch.rand(count, device=device) * 6 - 3
+    return states, torch.zeros(count, dtype=torch.int64, device=device)
+
+
+def cars(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """States (count, 2) anywhere on the track, actions (count, 1)."""
+    states = torch.zeros(count, 2, device=device)
+    states[:, 0] = torch.rand(count, device=device) * 1.8 - 1.2
+    return states, torch.zeros(count, 1, device=device)
+
+
+# script, its states, what its `draw` wants to know beyond state and size
+SCRIPTS = ((dqn_clip_cartpole, cartpoles, ()), (sac_clip_mountaincar, cars, ("realistic",)))
 
 
 def main() -> None:
@@ -57,30 +76,30 @@ def main() -> None:
             batch_size = dqn_clip_cartpole.Args().clip_batch_size
             model = name if name == "tiny" else f"{name}/{folder}/random.pt"
             reward_model = CLIPReward(model, "pole upright", "pole", 0.5, device, batch_size)
-
-        states = torch.zeros(count, 4, device=device)
-        states[:, 0], states[:, 2] = torch.rand(count, device=device) * 4 - 2, torch.rand(count, device=device) * 6 - 3
-        rb = dqn_clip_cartpole.ReplayBuffer(count, device)
-        rb.add(states, states, torch.zeros(count, dtype=torch.int64, device=device))
         pixels = torch.rand(batch_size, 3, *reward_model.size, device=device).to(memory_format=torch.channels_last)
 
-        @torch.no_grad()
-        def encode(model=reward_model.model, pixels=pixels, count=count):
-            for chunk in torch.arange(count).split(len(pixels)):
-                model.encode_image(pixels[: len(chunk)])
+        for script, some_states, look in SCRIPTS:
+            states, actions = some_states(count, device)
+            rb = script.ReplayBuffer(count, device)
+            rb.add(states, states, actions)
 
-        def label(reward_model=reward_model, rb=rb, count=count):
-            rb.num_unlabelled = count
-            for i in rb.unlabelled(reward_model.batch_size):
-                rb.rewards[i] = reward_model(dqn_clip_cartpole.draw(rb.next_obs[i], *reward_model.size))
+            @torch.no_grad()
+            def encode(model=reward_model.model, pixels=pixels, count=count):
+                for chunk in torch.arange(count).split(len(pixels)):
+                    model.encode_image(pixels[: len(chunk)])
 
-        encode(), label()  # warm up
-        pairs = [(seconds(encode), seconds(label)) for _ in range(args.repetitions)]
-        ratios = sorted(b / a for a, b in pairs)
-        bare, labelling = (sorted(column)[len(pairs) // 2] for column in zip(*pairs))
-        shown = name if name == "tiny" else f"{name} (random weights)"
-        spread = f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"| dqn_clip_cartpole | {shown} | {count / bare:.0f} | {count / labelling:.0f} | {spread} |")
+            def label(script=script, look=look, reward_model=reward_model, rb=rb, count=count):
+                rb.num_unlabelled = count
+                for i in rb.unlabelled(reward_model.batch_size):
+                    rb.rewards[i] = reward_model(script.draw(rb.next_obs[i], *reward_model.size, *look))
+
+            encode(), label()  # warm up
+            pairs = [(seconds(encode), seconds(label)) for _ in range(args.repetitions)]
+            ratios = sorted(b / a for a, b in pairs)
+            bare, labelling = (sorted(column)[len(pairs) // 2] for column in zip(*pairs))
+            shown = name if name == "tiny" else f"{name} (random weights)"
+            spread = f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            print(f"| {script.SCRIPT} | {shown} | {count / bare:.0f} | {count / labelling:.0f} | {spread} |")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tiny_clip"))
 import train  # noqa: E402
 
+import dqn_clip_cartpole  # noqa: E402
+import sac_clip_mountaincar  # noqa: E402
 from clip_reward import CLIPReward  # noqa: E402
-from dqn_clip_cartpole import draw  # noqa: E402
 
-PAPER = {"pole vertically upright on top of the cart", "pole and cart"}
+PAPER = {
+    "pole vertically upright on top of the cart",
+    "pole and cart",
+    "a car at the peak of the mountain, next to the yellow flag",
+    "a car in the mountain",
+}
 
 
 def test_size():
@@ -32,7 +38,7 @@ def test_reward_separates_upright_from_fallen(alpha):
     states = torch.zeros(4000, 4)
     states[:, 0] = torch.from_numpy(rng.uniform(-2.4, 2.4, 4000))
     states[:, 2] = torch.from_numpy(np.radians(np.where(upright, rng.uniform(-12, 12, 4000), beyond)))
-    rewards = reward(draw(states, 64, 64)).numpy()
+    rewards = reward(dqn_clip_cartpole.draw(states, 64, 64)).numpy()
     correlation = np.corrcoef(rewards, upright)[0, 1]
     assert math.sqrt((1 - correlation) / 2) <= 0.30  # EPIC distance, Lemma 1
     assert train.epic_distance(torch.from_numpy(rewards), torch.from_numpy(upright)) == pytest.approx(
@@ -42,35 +48,83 @@ def test_reward_separates_upright_from_fallen(alpha):
     degrees, places = torch.arange(-180, 180, 0.5), torch.linspace(-2, 2, 9)
     sweep = torch.zeros(len(degrees), 9, 4)
     sweep[..., 0], sweep[..., 2] = places, torch.deg2rad(degrees)[:, None]
-    curve = reward(draw(sweep.flatten(0, 1), 64, 64)).view(-1, 9).mean(1)
+    curve = reward(dqn_clip_cartpole.draw(sweep.flatten(0, 1), 64, 64)).view(-1, 9).mean(1)
     assert degrees[curve.argmax()].abs() <= 3
 
 
+@pytest.mark.parametrize("textures", ["plain", "realistic"])
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_reward_shows_the_way_to_the_flag(textures, alpha):
+    reward = CLIPReward("tiny", "a car at the peak of the mountain, next to the yellow flag", "a car in the mountain", alpha)
+    x = torch.from_numpy(np.random.default_rng(123).uniform(-1.2, 0.6, 2000))
+    rewards = reward(sac_clip_mountaincar.draw(x[:, None], 64, 64, textures))
+    label = ((x + math.pi / 6) / (0.45 + math.pi / 6)).clamp(0, 1)  # progress from the bottom of the valley to the goal
+    assert math.sqrt((1 - np.corrcoef(rewards, label)[0, 1]) / 2) <= 0.35
+    assert (torch.from_numpy(train.mountaincar_progress(x.numpy())) - label).abs().max() < 1e-12
+    places = torch.linspace(-1.2, 0.6, 181)
+    assert places[reward(sac_clip_mountaincar.draw(places[:, None], 64, 64, textures)).argmax()] >= 0.449
+
+
+SCENES = ["cartpole_scene", "mountaincar_scene"]
+
+
 @pytest.fixture(scope="module")
-def batch():
-    return [train.cartpole_scene(500, np.random.default_rng(seed)) for seed in range(20)]
+def batches():
+    return {name: [getattr(train, name)(500, np.random.default_rng(seed)) for seed in range(20)] for name in SCENES}
 
 
-def test_captions_never_hold_a_held_out_prompt_and_fit_the_context(batch):
+@pytest.mark.parametrize("scene", SCENES)
+def test_captions_never_hold_a_held_out_prompt_and_fit_the_context(scene, batches):
     assert PAPER < train.HELD_OUT
     tokenizer = open_clip.SimpleTokenizer()
-    captions = {caption for _, captions, _, _ in batch for caption in captions}
+    captions = {caption for _, captions, _, _ in batches[scene] for caption in captions}
     assert len(captions) > 3000 and not captions & train.HELD_OUT
+    assert not any(word in caption for caption in captions for word in ("MOUNTAIN", "FLAG", "EXACTLY", "|"))
     assert max(len(tokenizer.encode(caption)) for caption in captions) + 2 <= train.MODEL_CFG["text_cfg"]["context_length"]
 
 
-def test_captions_are_true_of_their_own_frames_and_of_the_right_others(batch):
-    _, captions, facts, mentioned = batch[0]
+def test_cartpole_captions_are_true_of_their_own_frames_and_of_the_right_others(batches):
+    _, captions, facts, mentioned = batches["cartpole_scene"][0]
     true = train.is_true(facts, mentioned)
     assert true.diagonal().all()
-    within_12 = facts[:, 1].bool()
+    within_12, beyond_30 = facts[:, 1].bool(), facts[:, len(train.CARTPOLE_POSTURES) + 4].bool()
+    seen = set()
     for i, caption in enumerate(captions):
-        if "off balance" in caption and "left" not in caption and "right" not in caption and "middle" not in caption:
+        place = any(word in caption for word in ("left", "right", "middle"))
+        if "off balance" in caption and "degrees" not in caption and not place:
             assert torch.equal(true[i], ~within_12)
-        if "degrees to the left" in caption or "degrees left" in caption:
-            assert not true[i][facts[:, train.SIDE] == 1].any() and true[i].float().mean() < 0.3
+            seen.add("off balance")
+        if "30 degrees" in caption:
+            less = any(word in caption for word in ("less", "not even", "under"))
+            assert torch.equal(true[i], ~beyond_30 if less else beyond_30)
+            seen.add(less)
         if caption == "cart pole":
             assert true[i].all()
+            seen.add("cart pole")
+    assert seen == {"off balance", True, False, "cart pole"}
+
+
+def test_mountaincar_captions_are_true_of_their_own_frames_and_of_the_right_others(batches):
+    frames, captions, facts, mentioned = batches["mountaincar_scene"][0]
+    true = train.is_true(facts, mentioned)
+    assert true.diagonal().all()
+    at_the_goal, valley, realistic = facts[:, 0].bool(), facts[:, train.VALLEY].bool(), facts[:, train.LOOK].bool()
+    assert ((frames[:, :, 0, 20] == 255).all(1) == ~realistic).all()  # the sky is white only in the plain look
+    assert not (at_the_goal & valley).any() and at_the_goal.any() and valley.any()
+    seen = set()
+    for i, caption in enumerate(captions):
+        for words, frames_of in (
+            ("at the peak", at_the_goal),
+            ("that has not reached the flag", ~at_the_goal),
+            ("in the valley", valley),
+            ("a red car and", realistic),
+            ("mountain car", torch.ones(500, dtype=torch.bool)),
+        ):
+            if words in caption:
+                assert not (true[i] & ~frames_of).any()  # it may say more than these words, but not less
+                assert true[i].any()
+                seen.add(words)
+    assert {"at the peak", "in the valley", "mountain car"} <= seen
 
 
 def test_loss_asks_for_all_true_pairs():

@@ -66,9 +66,9 @@ class Args:
     """only print the held-out figures of the model in `output`"""
     output: Path = HERE
     """folder for the model"""
-    steps: int = 400
+    steps: int = 600
     """optimizer steps"""
-    batch_size: int = 512
+    batch_size: int = 768
     """image-text pairs a step"""
     learning_rate: float = 2e-3
     """peak of the cosine schedule"""
@@ -93,13 +93,13 @@ EXACTLY = "perfectly|exactly|precisely|completely|absolutely|quite"
 CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says where that holds, and where it does not
     (
         3,
-        "EXACTLY upright|EXACTLY vertical|EXACTLY balanced|EXACTLY straight|vertically balanced|pointing vertically up",
+        "EXACTLY upright|EXACTLY vertical|EXACTLY balanced|EXACTLY straight",
         "",
     ),
     (
         12,
         "upright|vertical|standing upright|balanced|standing straight|upright and balanced|held upright|standing up|erect|in balance|"
-        "standing vertically|held vertically",
+        "standing vertically|held vertically|vertically balanced|pointing vertically up",
         "tilted|leaning|not upright|not vertical|off balance|no longer vertical|tipping over|unbalanced|slanted",
     ),
     (
@@ -115,7 +115,8 @@ CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says whe
         "hanging straight down|upside down|pointing straight down|hanging vertically below the cart|fallen all the way down",
     ),
 )
-HORIZONTAL, SIDE, PLACE, FIVES = range(len(CARTPOLE_POSTURES), len(CARTPOLE_POSTURES) + 4)  # the other facts
+DEGREES = np.array([5, 10, 15, 20, 30, 45, 60, 75, 90, 105, 120, 135, 150, 165])  # from upright
+HORIZONTAL, SIDE, PLACE = len(CARTPOLE_POSTURES) + len(DEGREES) + np.arange(3)  # the other facts
 CARTPOLE_PLACES = ("at the far left", "to the left", "in the middle", "to the right", "at the far right")
 
 
@@ -130,8 +131,8 @@ def cartpole_scene(n: int, rng: np.random.Generator):
     horizontal = np.abs(np.abs(degrees) - 90) < 15
     side = degrees > 0
     place = np.floor((x + 2.4) / 0.96).clip(0, 4).astype(int)
-    fives = np.round(np.abs(degrees) / 5).astype(int)
-    facts = np.concatenate([within, np.stack([horizontal, side, place, fives], axis=1)], axis=1).astype(int)
+    beyond = np.abs(degrees)[:, None] >= DEGREES
+    facts = np.concatenate([within, beyond, np.stack([horizontal, side, place], axis=1)], axis=1).astype(int)
     mentioned = np.zeros(facts.shape, dtype=bool)
     captions = []
     for i, says in enumerate(mentioned):
@@ -147,11 +148,11 @@ def cartpole_scene(n: int, rng: np.random.Generator):
         elif kind < 0.12:
             text = f"{cart} {CARTPOLE_PLACES[place[i]]}" + pick(rng, "| of the track| with a pole")
             says[PLACE] = True
-        elif kind < 0.25 and not within[i, 0]:
-            text = pick(
-                rng, f"{pole} {on} leaning {fives[i] * 5} degrees to the {way}|{pole} {fives[i] * 5} degrees {way} of vertical"
-            )
-            says[[SIDE, FIVES]] = True
+        elif kind < 0.3:
+            k = rng.integers(len(DEGREES))
+            says[len(CARTPOLE_POSTURES) + k] = True
+            how = pick(rng, "more than|at least|over" if beyond[i, k] else "less than|not even|under")
+            text = f"{pole} {on} {how} {DEGREES[k]} degrees " + pick(rng, "from upright|from vertical|off balance")
         else:
             if horizontal[i] and rng.random() < 0.4:
                 how, says[HORIZONTAL] = pick(rng, "horizontal|lying flat|sideways|level with the ground"), True
@@ -185,23 +186,33 @@ MOUNTAINCAR_PLACES = (  # from which x on: what one says of a car there, and of 
     (
         0.3,
         "close to FLAG|near FLAG|near the peak|close to the top of MOUNTAIN|almost at the summit|just about at the summit",
-        "far below the peak|some way from FLAG|not near the summit",
+        "some way from FLAG|not near the summit|not near the top of MOUNTAIN",
     ),
     (
-        0.1,
-        "high on MOUNTAIN|high up on the right|well up MOUNTAIN",
-        "far from FLAG|far from the peak",
+        0.15,
+        "approaching the peak|not far from FLAG|nearing the summit|high on MOUNTAIN|towards the top of MOUNTAIN",
+        "not high enough|well below the peak|at a distance from FLAG",
     ),
     (
-        -0.1,
-        "more than half of the way up|on the upper part of the slope",
-        "low down|far down|very far from FLAG|in the lower half of the way up",
+        0,
+        "high up on the right|well up MOUNTAIN|in the upper part of the slope",
+        "far from FLAG|far below the peak|far from the top",
     ),
-    (-0.3, "on the right slope|climbing MOUNTAIN|going up to FLAG|on the way up to the peak", ""),
+    (
+        -0.15,
+        "some way up MOUNTAIN|about half-way up or higher",
+        "low down|far down|in the lower part of the slope|very far from FLAG",
+    ),
+    (
+        -0.3,
+        "on the right slope|climbing MOUNTAIN|going up to FLAG|on the way up to the peak",
+        "not climbing MOUNTAIN|not on the way up",
+    ),
     (-0.75, "", "on the left slope|on the left hill|on the wrong side of the valley|on the left"),
     (-1.0, "", "at the left edge|high on the left hill|at the end of the track on the left|in the upper left"),
 )
-VALLEY, LOOK, PERCENT = range(len(MOUNTAINCAR_PLACES), len(MOUNTAINCAR_PLACES) + 3)  # the other facts
+PERCENT = np.arange(10, 100, 10)  # of the way up
+VALLEY, LOOK = len(MOUNTAINCAR_PLACES) + len(PERCENT), len(MOUNTAINCAR_PLACES) + len(PERCENT) + 1  # the other facts
 
 
 def mountaincar_progress(x: np.ndarray) -> np.ndarray:
@@ -217,11 +228,12 @@ def mountaincar_scene(n: int, rng: np.random.Generator):
     for k, textures in enumerate(("plain", "realistic")):
         frames[k::2] = sac_clip_mountaincar.draw(states[k::2], SIZE, SIZE, textures)
 
+    x = x + 0.05 * rng.standard_normal(n)  # captions are judged by eye: no edge is sharp
     beyond = np.stack([x >= limit for limit, _, _ in MOUNTAINCAR_PLACES], axis=1)
+    above = 100 * mountaincar_progress(x)[:, None] >= PERCENT
     valley = np.abs(x + math.pi / 6) < 0.2
     look = np.arange(n) % 2
-    percent = np.round(10 * mountaincar_progress(x)).astype(int) * 10
-    facts = np.concatenate([beyond, np.stack([valley, look, percent], axis=1)], axis=1).astype(int)
+    facts = np.concatenate([beyond, above, np.stack([valley, look], axis=1)], axis=1).astype(int)
     mentioned = np.zeros(facts.shape, dtype=bool)
     captions = []
     for i, says in enumerate(mentioned):
@@ -237,9 +249,11 @@ def mountaincar_scene(n: int, rng: np.random.Generator):
                 f"{car} in the mountains|{car} and {mountain}|{car}, {mountain} and {flag}|{car} with mountains|{mountain} with {car}|"
                 f"mountains, {car}|{car} on hilly ground|there is {car} in the hills|mountain car",
             )
-        elif kind < 0.2 and percent[i] < 100:
-            text = f"{car} {percent[i]} percent of the way " + pick(rng, f"up {mountain}|to {flag}|to the top|up")
-            says[PERCENT] = True
+        elif kind < 0.3:
+            k = rng.integers(len(PERCENT))
+            says[len(MOUNTAINCAR_PLACES) + k] = True
+            how = pick(rng, "more than|at least|over" if above[i, k] else "less than|not yet|under")
+            text = f"{car} {how} {PERCENT[k]} percent of the way " + pick(rng, f"up {mountain}|to {flag}|to the top|up")
         else:
             phrases = []
             for _ in range(1 if rng.random() < 0.6 else 2):
