@@ -58,9 +58,9 @@ def realistic_car(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 # name: script with the prompts, drawing function, name of the axis, its ends, where the goal begins and ends, sample frames
 PANELS = {
-    "CartPole": (dqn_clip_cartpole, pole, "pole angle in degrees", (-180, 180), (-12, 12), (-144, -72, 0, 72, 144)),
-    "MountainCar, plain": (sac_clip_mountaincar, plain_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-1, -0.65, -0.3, 0.05, 0.45)),
-    "MountainCar, realistic": (sac_clip_mountaincar, realistic_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-1, -0.65, -0.3, 0.05, 0.45)),
+    "CartPole": (dqn_clip_cartpole, pole, "pole angle in degrees", (-180, 180), (-12, 12), (-120, 0, 120)),
+    "MountainCar, plain": (sac_clip_mountaincar, plain_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-0.9, -0.3, 0.45)),
+    "MountainCar, realistic": (sac_clip_mountaincar, realistic_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-0.9, -0.3, 0.45)),
 }  # fmt: skip
 
 
@@ -74,13 +74,15 @@ def main() -> None:
     if args.points < 2:
         raise RewardModelError(f"--points must be at least 2, not {args.points}")
 
-    figure = plt.figure(figsize=(15, 4.8), layout="constrained")
-    axes = figure.subplots(2, len(PANELS), height_ratios=[4, 1], sharex="col")
-    rows = []
-    progress = tqdm(total=args.points * len(PANELS), unit="frame", desc="score")
+    figure = plt.figure(figsize=(15, 5.2), layout="constrained")
+    axes = figure.subplots(2, len(PANELS), height_ratios=[3.2, 1], sharex="col")
+    rows, maxima = [], []
+    progress = tqdm(total=args.points * len(PANELS), unit="frame", desc="score", delay=0.1)  # not before a model is loaded
     for (above, below), (name, (script, draw, axis, ends, goal, samples)) in zip(axes.T, PANELS.items()):
         settings = script.Args()
-        reward_model = CLIPReward(args.clip_model, settings.prompt, settings.baseline_prompt, 1.0, args.device)
+        reward_model = CLIPReward(
+            args.clip_model, settings.prompt, settings.baseline_prompt, 1.0, args.device, args.clip_batch_size
+        )
         places = torch.linspace(*ends, args.points, device=args.device)
         embeddings = []
         for chunk in places.split(args.clip_batch_size):
@@ -92,11 +94,11 @@ def main() -> None:
             rows += [(name, alpha, place, reward) for place, reward in zip(places.tolist(), curve.tolist())]
             rescaled = (curve - curve.min()) / (curve.max() - curve.min())
             above.plot(places.cpu(), rescaled, color=colour, label=f"α = {alpha}")
-            progress.write(f"{name:>22}, α = {alpha:<4}: highest reward at {places[curve.argmax()].item():+.2f}")
+            maxima.append(f"| {name} | {alpha} | {places[curve.argmax()].item():+.2f} |")
         above.axvspan(*goal, color="gold", alpha=0.35, linewidth=0, label="goal")
         above.set(title=f"{name}\n“{settings.prompt[0]}”", xlim=ends, ylim=(-0.03, 1.03))
         above.title.set_fontsize("small")
-        width = (ends[1] - ends[0]) / 5 * 0.96
+        width = (ends[1] - ends[0]) / 3 * 0.98
         frames = draw(torch.tensor(samples, dtype=torch.float32), 200, 300).permute(0, 2, 3, 1)
         for place, frame in zip(samples, frames):
             left = min(max(place - width / 2, ends[0]), ends[1] - width)
@@ -105,10 +107,11 @@ def main() -> None:
     axes[0, 0].set_ylabel("reward, rescaled to [0, 1]")
     axes[0, 0].legend(fontsize="small", loc="upper left")
     progress.close()
+    print("\n".join(["| panel | α | highest reward at |", "|---|---|---|", *maxima]))
 
     weights = "tiny, trained on these very scenes" if args.clip_model == "tiny" else args.clip_model
     figure.suptitle(f"Reward landscapes, CLIP model: {weights}", fontsize="medium")
-    figure.savefig(args.output, dpi=100)
+    figure.savefig(args.output, dpi=90)
     with open(args.output.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("panel", "alpha", "angle_or_x", "reward"))
@@ -122,3 +125,5 @@ if __name__ == "__main__":
     except RewardModelError as error:
         print(f"reward_landscape.py: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,57 @@
+"""The figure of the reward landscapes: its numbers, its maxima, and bad input."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import sac_clip_mountaincar
+from clip_reward import CLIPReward
+
+SCRIPT = Path(__file__).resolve().parent.parent / "figures" / "reward_landscape.py"
+BAD = [
+    ("--clip-model ViT-B-23/openai", "did you mean ViT-B-32"),
+    ("--points 1", "--points must be at least 2"),
+    ("--clip-batch-size 0", "must be at least 1"),
+    ("--output no/such/folder/x.png", "cannot write to"),
+    ("--output x.jpg", "must end in .png"),
+]
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, SCRIPT, "--device", "cpu", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_upright_and_the_flag_are_the_maxima_at_every_alpha(tmp_path):
+    done = run("--clip-model", "tiny", "--output", "figure.png", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Image.open(tmp_path / "figure.png").width > 1000
+    with open(tmp_path / "figure.csv", newline="") as file:
+        rows = [
+            (row["panel"], float(row["alpha"]), float(row["angle_or_x"]), float(row["reward"])) for row in csv.DictReader(file)
+        ]
+    assert len(rows) == 3 * 5 * 181
+    for panel in ("CartPole", "MountainCar, plain", "MountainCar, realistic"):
+        for alpha in (0.0, 0.25, 0.5, 0.75, 1.0):
+            curve = [(reward, place) for name, a, place, reward in rows if name == panel and a == alpha]
+            assert len(curve) == 181
+            place = max(curve)[1]
+            assert abs(place) <= 4 if panel == "CartPole" else place >= 0.449
+            assert f"| {panel} | {alpha} | {place:+.2f} |" in done.stdout
+
+    prompt, baseline = sac_clip_mountaincar.Args().prompt, sac_clip_mountaincar.Args().baseline_prompt
+    some = [row for row in rows if row[0] == "MountainCar, plain" and row[1] == 0.75][::30]
+    frames = sac_clip_mountaincar.draw(torch.tensor([[row[2], 0.0] for row in some]), 64, 64, "plain")
+    assert CLIPReward("tiny", prompt, baseline, 0.75)(frames).tolist() == pytest.approx([row[3] for row in some], abs=1e-4)
+
+
+@pytest.mark.parametrize("arguments, expected", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, expected, tmp_path):
+    done = run(*arguments.split(), folder=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and expected in done.stderr
+    assert not list(tmp_path.iterdir())
