@@ -500,7 +500,7 @@ def main() -> None:
         states, clip_rewards = [], []
         for i in rb.unlabelled(args.clip_batch_size):
             t0 = clock()
-            frames = draw(rb.next_obs[i], *reward_model.size)  # (batch, 3, height, width) uint8, dropped once scored
+            frames = draw(rb.next_obs[i], *reward_model.size)  # (batch, 3, height, width) uint8, never stored
             t1 = clock()
             clip_reward = reward_model(frames)  # (batch,)
             rb.rewards[i] = clip_reward if args.reward == "clip" else ground_truth_reward(rb.next_obs[i])

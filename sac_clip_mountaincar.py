@@ -415,9 +415,8 @@ def evaluate(actor: Actor, reward_model: CLIPReward, args: Args) -> tuple[dict, 
         states.append(obs)
     states = torch.stack(states)
     chunks = tqdm(states.flatten(0, 1).split(args.clip_batch_size), desc=f"score {args.episodes} episodes", leave=False)
-    rewards = torch.cat([reward_model(draw(chunk, *reward_model.size, args.textures)) for chunk in chunks]).view(
-        states.shape[:2]
-    )
+    rewards = [reward_model(draw(chunk, *reward_model.size, args.textures)) for chunk in chunks]
+    rewards = torch.cat(rewards).view(states.shape[:2])
     metrics = {
         "success_rate": infos["success"].float().mean().item(),
         "clip_return": rewards.sum(0).mean().item(),
@@ -640,9 +639,8 @@ def main() -> None:
         noise = torch.randn(args.num_envs, 1, generator=rng, device=device)
         for _ in range(args.episode_length):
             fresh = torch.randn(args.num_envs, 1, generator=rng, device=device)
-            noise = (
-                args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
-            )  # standard normal as well
+            # Correlated with the step before, and yet standard normal at each step.
+            noise = args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
             if global_step < args.learning_starts:
                 actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
             else:
@@ -659,9 +657,7 @@ def main() -> None:
         states, clip_rewards = [], []
         for i in rb.unlabelled(args.clip_batch_size):
             t0 = clock()
-            frames = draw(
-                rb.next_obs[i], *reward_model.size, args.textures
-            )  # (batch, 3, height, width) uint8, dropped once scored
+            frames = draw(rb.next_obs[i], *reward_model.size, args.textures)  # (batch, 3, height, width) uint8, never stored
             t1 = clock()
             clip_reward = reward_model(frames)  # (batch,)
             rb.rewards[i] = clip_reward if args.reward == "clip" else ground_truth_reward(rb.next_obs[i])
@@ -683,9 +679,9 @@ def main() -> None:
         t0 = clock()
         for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
             b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rng)
-            noise = torch.randn(2, args.batch_size, 1, generator=rng, device=device)
+            b_noise = torch.randn(2, args.batch_size, 1, generator=rng, device=device)
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
-                next_actions, next_log_prob = actor.get_action(b_next_obs, noise[0])
+                next_actions, next_log_prob = actor.get_action(b_next_obs, b_noise[0])
                 next_q = torch.min(qf1_target(b_next_obs, next_actions), qf2_target(b_next_obs, next_actions))
                 td_target = b_rewards + args.gamma * (next_q - args.ent_coef * next_log_prob)
             q_values = qf1(b_obs, b_actions)
@@ -694,13 +690,14 @@ def main() -> None:
             qf_loss.backward()
             q_optimizer.step()
 
-            actions, log_prob = actor.get_action(b_obs, noise[1])
+            actions, log_prob = actor.get_action(b_obs, b_noise[1])
             actor_loss = (args.ent_coef * log_prob - torch.min(qf1(b_obs, actions), qf2(b_obs, actions))).mean()
             actor_optimizer.zero_grad()
             actor_loss.backward()
             actor_optimizer.step()
             with torch.no_grad():
-                torch._foreach_lerp_(q_target_parameters, q_parameters, args.tau)
+                for parameter, target in zip(q_parameters, q_target_parameters):
+                    target.lerp_(parameter, args.tau)
         seconds["update"] = clock() - t0
 
         # ---- Report.
