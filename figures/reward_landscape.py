@@ -91,7 +91,7 @@ def main() -> None:
         for alpha, colour in zip(ALPHAS, plt.cm.viridis(torch.linspace(0, 0.9, len(ALPHAS)))):
             reward_model.alpha = alpha
             curve = reward_model.reward(torch.cat(embeddings)).cpu()
-            rows += [(name, alpha, place, reward) for place, reward in zip(places.tolist(), curve.tolist())]
+            rows += [(name, alpha, f"{place:.4f}", f"{reward:.5f}") for place, reward in zip(places.tolist(), curve.tolist())]
             rescaled = (curve - curve.min()) / (curve.max() - curve.min())
             above.plot(places.cpu(), rescaled, color=colour, label=f"α = {alpha}")
             maxima.append(f"| {name} | {alpha} | {places[curve.argmax()].item():+.2f} |")
