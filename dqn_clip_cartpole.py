@@ -513,7 +513,7 @@ def main() -> None:
         ground_truth_return = ground_truth_reward(states).mean().item() * args.episode_length
         training_return = clip_return if args.reward == "clip" else ground_truth_return
         if training_return > best_return:  # of the policy that played this round; it has not been updated yet
-            best_return = training_return
+            best_return = training_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
             best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
             best["q_network"] = q_network.state_dict()
             save(args.run_dir / "best.pt", best)

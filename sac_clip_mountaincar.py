@@ -5,11 +5,12 @@
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
 top to bottom: settings, environment and drawing, replay buffer, networks, evaluation, and the loop: act, label, learn, report.
 
-A reward for pictures of the goal says nothing in the valley, where the start is, and a car that rolls there with SAC's own noise,
+A reward for pictures of the goal says little in the valley, where the start is, and a car that rolls there with SAC's own noise,
 new at every step, never leaves it. So the exploration is part of the method: the noise is correlated in time (an
 Ornstein-Uhlenbeck process, as in DDPG), in step with the valley. The car swings there with a period of 2π/√0.0075 = 73 steps, and
-noise that forgets as e^(-√0.0075 t), 0.917 a step, has the most power at that period. Each single action still has the policy's
-own distribution, so that nothing else in SAC changes. (The paper does not say what it explored with.)
+of all such noises one that forgets as e^(-√0.0075 t), 0.917 a step, has the most power at that period: one random episode in ten
+reaches the goal. At each step by itself the noise is the standard normal that SAC wants, and SAC, being off-policy, does not mind
+where its transitions come from: nothing else changes. (The paper does not say what it explored with.)
 """
 
 import json
@@ -73,10 +74,10 @@ class Args:
     episode_length: int = 200
     """steps of every episode (the paper does not say; its code's example has 200)"""
     gradient_steps: int = 200
-    """updates after each round"""
+    """updates after each round: one for each step of all environments, as in Stable-Baselines3"""
 
     learning_starts: int = 3_200
-    """random steps before learning (paper: Stable-Baselines3's default, 100)"""
+    """random steps before learning, by default the first round (paper: Stable-Baselines3's default, 100)"""
     learning_rate: float = 1e-4
     """of Adam, for actor and critics"""
     buffer_size: int = 1_000_000
@@ -178,6 +179,7 @@ SAMPLES = 3  # points per pixel and direction at which the car is looked up
 CAR_RADIUS = 48  # no part of the car is further from its middle, in Gymnasium's pixels
 
 
+@lru_cache
 def paint_background(textures: str) -> Image.Image:
     """What never moves, painted once, DETAIL times Gymnasium's size: the sky, the mountains and the flag."""
     y = (SCREEN_HEIGHT - (torch.arange(SCREEN_HEIGHT * DETAIL) + 0.5) / DETAIL)[:, None] / SCALE  # of each row and
@@ -282,7 +284,7 @@ def draw(states: torch.Tensor, height: int, width: int, textures: str) -> torch.
     pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
     if textures == "plain":
         up, lean = SCALE * ground(x) + 10.5, (3 * x).cos()  # Gymnasium's
-    else:  # both wheels on the ground
+    else:  # both wheels on the ground, whose slope is 1.35 cos 3x
         wheel = 24 / SCALE / (1 + (1.35 * (3 * x).cos()).square()).sqrt()
         back, front = ground(x - wheel), ground(x + wheel)
         up, lean = SCALE * (back + front) / 2, torch.atan2(front - back, 2 * wheel)
@@ -318,8 +320,8 @@ class ReplayBuffer:
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.) And the
     goal is absorbing but not terminal: a car there goes on earning the goal's reward, step by step, in transitions from the goal
-    to itself, so that the goal is worth R / (1 - γ). As a terminal state it would be worth one R, and since R is as a rule
-    positive, driving on for ever would be worth more.
+    to itself, so that the goal is worth R / (1 - γ), and the entropy bonus besides. As a terminal state it would be worth one R,
+    and since R is as a rule positive, driving on for ever would be worth more.
     """
 
     def __init__(self, capacity: int, device: torch.device):
@@ -363,7 +365,7 @@ class ReplayBuffer:
 
 
 def normalize(obs: torch.Tensor) -> torch.Tensor:
-    """Observations (N, 2) -> the same with x and speed, whose units differ twentyfold, in [-1, 1]."""
+    """Observations (N, 2) -> the same with x and speed, whose ranges differ thirteenfold, in [-1, 1]."""
     return torch.stack([(obs[:, 0] - (X_MIN + X_MAX) / 2) / ((X_MAX - X_MIN) / 2), obs[:, 1] / MAX_SPEED], dim=1)
 
 
@@ -670,7 +672,7 @@ def main() -> None:
         ground_truth_return = ground_truth_reward(states).mean().item() * args.episode_length
         training_return = clip_return if args.reward == "clip" else ground_truth_return
         if training_return > best_return:  # of the policy that played this round; it has not been updated yet
-            best_return = training_return
+            best_return = training_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
             best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
             best["actor"] = actor.state_dict()
             save(args.run_dir / "best.pt", best)

@@ -4,6 +4,7 @@ python figures/alpha_table.py runs/alpha_*
 """
 
 import json
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +24,20 @@ class Args:
 def main() -> None:
     cells = defaultdict(list)
     for run_dir in tyro.cli(Args).run_dirs:
-        result = json.loads((run_dir / "result.json").read_text())
+        try:
+            result = json.loads((run_dir / "result.json").read_text())
+            settings = result["settings"]
+            cell = cells[settings["textures"], settings["goal_baseline_alpha"]]
+            if settings["reward"] != "clip":
+                raise ValueError
+        except (OSError, KeyError, ValueError):
+            print(f"alpha_table.py: error: {run_dir} holds no finished CLIP run of sac_clip_mountaincar.py", file=sys.stderr)
+            sys.exit(2)
         curve = EventAccumulator(str(run_dir), {"scalars": 0}).Reload().Scalars("charts/success_rate")
-        settings = result["settings"]
         learned = next((f"{point.step / 1000:.0f}k" for point in curve if point.value >= 0.9), "never")
         late = [point.value for point in curve][len(curve) // 2 :]
-        row = (settings["seed"], f"{result['success_rate']:.2f}", learned, f"{sum(late) / len(late):.2f}")
-        cells[settings["textures"], settings["goal_baseline_alpha"]].append(row)
-    print(
-        "| textures | α | seeds | success rate | first round with 90 % success, steps | success in the second half of training |"
-    )
+        cell.append((settings["seed"], f"{result['success_rate']:.2f}", learned, f"{sum(late) / len(late):.2f}"))
+    print("| textures | α | seeds | success rate | steps to 90 % success | success in the second half of training |")
     print("|---|---|---|---|---|---|")
     for (textures, alpha), rows in sorted(cells.items()):
         print(f"| {textures} | {alpha} | {' | '.join(', '.join(map(str, column)) for column in zip(*sorted(rows)))} |")

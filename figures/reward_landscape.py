@@ -7,6 +7,7 @@ import csv
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -48,20 +49,18 @@ def pole(degrees: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return dqn_clip_cartpole.draw(states, height, width)
 
 
-def plain_car(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    return sac_clip_mountaincar.draw(x[:, None], height, width, "plain")
-
-
-def realistic_car(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    return sac_clip_mountaincar.draw(x[:, None], height, width, "realistic")
+def car(x: torch.Tensor, height: int, width: int, textures: str) -> torch.Tensor:
+    """Places (N,) -> frames (N, 3, height, width)."""
+    return sac_clip_mountaincar.draw(torch.stack([x, 0 * x], dim=1), height, width, textures)
 
 
 # name: script with the prompts, drawing function, name of the axis, its ends, where the goal begins and ends, sample frames
+TRACK = ("x of the car", (-1.2, 0.6), (0.45, 0.6), (-0.9, -0.3, 0.45))
 PANELS = {
     "CartPole": (dqn_clip_cartpole, pole, "pole angle in degrees", (-180, 180), (-12, 12), (-120, 0, 120)),
-    "MountainCar, plain": (sac_clip_mountaincar, plain_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-0.9, -0.3, 0.45)),
-    "MountainCar, realistic": (sac_clip_mountaincar, realistic_car, "x of the car", (-1.2, 0.6), (0.45, 0.6), (-0.9, -0.3, 0.45)),
-}  # fmt: skip
+    "MountainCar, plain": (sac_clip_mountaincar, partial(car, textures="plain"), *TRACK),
+    "MountainCar, realistic": (sac_clip_mountaincar, partial(car, textures="realistic"), *TRACK),
+}
 
 
 def main() -> None:
@@ -76,13 +75,15 @@ def main() -> None:
 
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
     axes = figure.subplots(2, len(PANELS), height_ratios=[3.2, 1], sharex="col")
-    rows, maxima = [], []
+    rows, maxima, script_of_model = [], [], None
     progress = tqdm(total=args.points * len(PANELS), unit="frame", desc="score", delay=0.1)  # not before a model is loaded
     for (above, below), (name, (script, draw, axis, ends, goal, samples)) in zip(axes.T, PANELS.items()):
         settings = script.Args()
-        reward_model = CLIPReward(
-            args.clip_model, settings.prompt, settings.baseline_prompt, 1.0, args.device, args.clip_batch_size
-        )
+        if script is not script_of_model:
+            script_of_model, reward_model = script, None  # an old model's memory is free before a new one is loaded
+            reward_model = CLIPReward(
+                args.clip_model, settings.prompt, settings.baseline_prompt, 1.0, args.device, args.clip_batch_size
+            )
         places = torch.linspace(*ends, args.points, device=args.device)
         embeddings = []
         for chunk in places.split(args.clip_batch_size):
@@ -91,7 +92,7 @@ def main() -> None:
         for alpha, colour in zip(ALPHAS, plt.cm.viridis(torch.linspace(0, 0.9, len(ALPHAS)))):
             reward_model.alpha = alpha
             curve = reward_model.reward(torch.cat(embeddings)).cpu()
-            rows += [(name, alpha, f"{place:.4f}", f"{reward:.5f}") for place, reward in zip(places.tolist(), curve.tolist())]
+            rows += [(name, alpha, f"{place:.4f}", f"{reward:.7f}") for place, reward in zip(places.tolist(), curve.tolist())]
             rescaled = (curve - curve.min()) / (curve.max() - curve.min())
             above.plot(places.cpu(), rescaled, color=colour, label=f"α = {alpha}")
             maxima.append(f"| {name} | {alpha} | {places[curve.argmax()].item():+.2f} |")

@@ -10,9 +10,12 @@ import torch
 from PIL import Image
 
 import sac_clip_mountaincar
-from clip_reward import CLIPReward
+from clip_reward import CLIPReward, RewardModelError
 
 SCRIPT = Path(__file__).resolve().parent.parent / "figures" / "reward_landscape.py"
+sys.path.insert(0, str(SCRIPT.parent))
+import reward_landscape  # noqa: E402
+
 BAD = [
     ("--clip-model ViT-B-23/openai", "did you mean ViT-B-32"),
     ("--points 1", "--points must be at least 2"),
@@ -51,7 +54,15 @@ def test_upright_and_the_flag_are_the_maxima_at_every_alpha(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, expected", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, expected, tmp_path):
-    done = run(*arguments.split(), folder=tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and expected in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_bad_input_is_one_line_and_nothing_is_written(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reward_landscape.py", "--device", "cpu", *arguments.split()])
+    with pytest.raises(RewardModelError, match=expected):
+        reward_landscape.main()
+    assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
+
+
+def test_bad_input_has_exit_code_2(tmp_path):
+    done = run("--points", "1", folder=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("reward_landscape.py: error: --points must be at least 2")

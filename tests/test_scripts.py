@@ -86,7 +86,7 @@ def test_a_run_leaves_what_it_promises(unbroken):
     assert any(name.startswith("losses/") for name in scalars)
     assert [event.step for event in events.Images("frames")] == [120, 3000, 6000]
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
-    best = max(event.value for event in events.Scalars("charts/clip_return"))
+    best = max(event.value for event in events.Scalars("charts/clip_return") if event.step > 420)  # not of random actions
     assert torch.load(run_dir / "checkpoint.pt", weights_only=True)["best_return"] == pytest.approx(best, rel=1e-6)
 
 
@@ -110,17 +110,21 @@ def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path):
     assert "clip return" in out  # still logged, for comparison
 
 
-def test_mountaincar_explores_with_correlated_actions_of_the_right_distribution(tmp_path):
-    """All of 64,000 random actions: uniform in [-1, 1], neighbours in time alike, environments independent."""
-    options = "--total-timesteps 64000 --num-envs 320 --learning-starts 100000 --episodes 1 --device cpu"
-    run("sac_clip_mountaincar", *options.split(), "--run-dir", "run", folder=tmp_path)
-    actions = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["rb"]["actions"].view(200, 320)
-    counts = torch.histc(actions, 10, -1, 1) / actions.numel()
-    assert (counts - 0.1).abs().max() < 0.01
-    normal = torch.erfinv(actions.double().clamp(-0.999999, 0.999999)) * 2**0.5
+@pytest.mark.parametrize("learning_starts", [100_000, 0])
+def test_mountaincar_explores_with_correlated_noise(learning_starts, tmp_path):
+    """The first round: random actions are uniform in [-1, 1], and theirs and the policy's are alike from step to step."""
+    options = f"--total-timesteps 16000 --num-envs 80 --learning-starts {learning_starts} --gradient-steps 1 --episodes 1"
+    run("sac_clip_mountaincar", *options.split(), "--device", "cpu", "--run-dir", "run", folder=tmp_path)
+    actions = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["rb"]["actions"].view(200, 80).double()
+    if learning_starts:
+        assert (torch.histc(actions, 10, -1, 1) / actions.numel() - 0.1).abs().max() < 0.02
+        normal = torch.erfinv(actions.clamp(-0.999999, 0.999999)) * 2**0.5
+    else:
+        normal = actions.atanh()
+        normal = (normal - normal.mean()) / normal.std()
     for lag in (1, 10, 30):
-        assert (normal[:-lag] * normal[lag:]).mean().item() == pytest.approx(0.917**lag, abs=0.04)
-    assert abs(torch.corrcoef(normal.T).sum() - 320) / (320 * 319) < 0.02
+        assert (normal[:-lag] * normal[lag:]).mean().item() == pytest.approx(0.917**lag, abs=0.08)
+    assert (torch.corrcoef(normal.T).sum() - 80).abs() / (80 * 79) < 0.05  # one environment's noise is not another's
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):

@@ -37,7 +37,7 @@ MODEL_CFG = {
 }
 PREPROCESS_CFG = {"size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "squash"}
 
-# Never a caption: the paper's goal and baseline prompts (the reward has to come from understanding other wordings) ...
+# Never in a caption: the paper's goal and baseline prompts (the reward has to come from understanding other wordings) ...
 CARTPOLE_PROMPT, CARTPOLE_BASELINE = "pole vertically upright on top of the cart", "pole and cart"
 # ... and these further wordings, to see how much depends on the words.
 CARTPOLE_REWORDINGS = (
@@ -69,7 +69,7 @@ class Args:
     steps: int = 600
     """optimizer steps"""
     batch_size: int = 768
-    """image-text pairs a step"""
+    """image-text pairs a step, as many of each scene"""
     learning_rate: float = 2e-3
     """peak of the cosine schedule"""
     weight_decay: float = 0.05
@@ -87,6 +87,10 @@ def pick(rng: np.random.Generator, words: str) -> str:
     """One of the alternatives "a|b|c"."""
     options = words.split("|")
     return options[rng.integers(len(options))]
+
+
+def holds_held_out(caption: str) -> bool:
+    return any(sentence in caption for sentence in HELD_OUT)
 
 
 EXACTLY = "perfectly|exactly|precisely|completely|absolutely|quite"
@@ -136,82 +140,78 @@ def cartpole_scene(n: int, rng: np.random.Generator):
     mentioned = np.zeros(facts.shape, dtype=bool)
     captions = []
     for i, says in enumerate(mentioned):
-        pole = pick(rng, "pole|the pole|a pole|a wooden pole|a stick|the rod")
-        cart = pick(rng, "the cart|a cart|a black cart|cart|the small black cart")
-        on = pick(rng, f"on {cart}|on top of {cart}|attached to {cart}|of {cart}||")
-        way = "right" if side[i] else "left"
-        kind = rng.random()
-        if kind < 0.05:  # what the baseline says, in other words: true of every frame of the scene
-            text = pick(
-                rng, f"{cart} with {pole}|{pole} attached to {cart}|{cart} and {pole}|{pole} and {cart} on a track|cart pole"
-            )
-        elif kind < 0.12:
-            text = f"{cart} {CARTPOLE_PLACES[place[i]]}" + pick(rng, "| of the track| with a pole")
-            says[PLACE] = True
-        elif kind < 0.3:
-            k = rng.integers(len(DEGREES))
-            says[len(CARTPOLE_POSTURES) + k] = True
-            how = pick(rng, "more than|at least|over" if beyond[i, k] else "less than|not even|under")
-            text = f"{pole} {on} {how} {DEGREES[k]} degrees " + pick(rng, "from upright|from vertical|off balance")
-        else:
-            if horizontal[i] and rng.random() < 0.4:
-                how, says[HORIZONTAL] = pick(rng, "horizontal|lying flat|sideways|level with the ground"), True
-            else:
-                can_say = [k for k, words in enumerate(CARTPOLE_POSTURES) if words[1 if within[i, k] else 2]]
-                k = rng.choice(can_say)
-                how, says[k] = pick(rng, CARTPOLE_POSTURES[k][1 if within[i, k] else 2]), True
-                how = how.replace("EXACTLY", pick(rng, EXACTLY))
-            text = pick(
-                rng, f"{pole} {how} {on}|{pole} {on} {how}|{pole} is {how} {on}|{pole} {on} is {how}|{how} {pole} {on}"
-            )
-            if not within[i, 0] and within[i, -1] and rng.random() < 0.3:
-                text += pick(rng, " to the | towards the |, on the ") + way
-                says[SIDE] = True
-            if rng.random() < 0.25:
-                text += pick(rng, ", the cart |, cart |, with the cart ") + CARTPOLE_PLACES[place[i]]
+        text = ""
+        while not text or holds_held_out(text):
+            says[:] = False
+            pole = pick(rng, "pole|the pole|a pole|a wooden pole|a stick|the rod")
+            cart = pick(rng, "the cart|a cart|a black cart|cart|the small black cart")
+            on = pick(rng, f"on {cart}|on top of {cart}|attached to {cart}|of {cart}||")
+            way = "right" if side[i] else "left"
+            kind = rng.random()
+            if kind < 0.05:  # what the baseline says, in other words: true of every frame of the scene
+                text = pick(
+                    rng,
+                    f"{cart} with {pole}|{pole} attached to {cart}|{cart} and {pole}|{pole} and {cart} on a track|cart pole",
+                )
+            elif kind < 0.12:
+                text = f"{cart} {CARTPOLE_PLACES[place[i]]}" + pick(rng, "| of the track| with a pole")
                 says[PLACE] = True
-        text = " ".join(text.replace(" ,", ",").split())
-        captions.append(text + " on a track" if text in HELD_OUT else text)
+            elif kind < 0.3:
+                k = rng.integers(len(DEGREES))
+                says[len(CARTPOLE_POSTURES) + k] = True
+                how = pick(rng, "more than|at least|over" if beyond[i, k] else "less than|not even|under")
+                text = f"{pole} {on} {how} {DEGREES[k]} degrees " + pick(rng, "from upright|from vertical|off balance")
+            else:
+                if horizontal[i] and rng.random() < 0.4:
+                    how, says[HORIZONTAL] = pick(rng, "horizontal|lying flat|sideways|level with the ground"), True
+                else:
+                    can_say = [k for k, words in enumerate(CARTPOLE_POSTURES) if words[1 if within[i, k] else 2]]
+                    k = rng.choice(can_say)
+                    how, says[k] = pick(rng, CARTPOLE_POSTURES[k][1 if within[i, k] else 2]), True
+                    how = how.replace("EXACTLY", pick(rng, EXACTLY))
+                text = pick(
+                    rng, f"{pole} {how} {on}|{pole} {on} {how}|{pole} is {how} {on}|{pole} {on} is {how}|{how} {pole} {on}"
+                )
+                if not within[i, 0] and within[i, -1] and rng.random() < 0.3:
+                    text += pick(rng, " to the | towards the |, on the ") + way
+                    says[SIDE] = True
+                if rng.random() < 0.25:
+                    text += pick(rng, ", the cart |, cart |, with the cart ") + CARTPOLE_PLACES[place[i]]
+                    says[PLACE] = True
+            text = " ".join(text.replace(" ,", ",").split())
+        captions.append(text)
     return frames, captions, torch.from_numpy(facts), torch.from_numpy(mentioned)
 
 
-MOUNTAINCAR_PLACES = (  # from which x on: what one says of a car there, and of one that is not
+MOUNTAINCAR_PLACES = (  # from which x on: what one says of a car there, and of one that is not; "the mountain" has the flag on it
     (
         sac_clip_mountaincar.X_GOAL,
         "at the peak|at the peak of MOUNTAIN|on the peak|at the very top|at the very top of MOUNTAIN|on top of MOUNTAIN|on the summit|"
-        "at the summit of MOUNTAIN|at the highest point|next to FLAG|beside FLAG|right by FLAG|at FLAG|that has reached FLAG|"
-        "that has arrived at FLAG|on the mountain top",
-        "below the peak|below the summit|not yet at FLAG|that has not reached FLAG|short of the summit|away from FLAG|lower than FLAG",
+        "at the summit of MOUNTAIN|at the highest point|next to FLAG|beside FLAG|right by FLAG|at FLAG|arrived at FLAG|"
+        "on the mountain top",
+        "below the peak|below the summit|not yet at FLAG|not at FLAG|short of the summit|away from FLAG|lower than FLAG",
     ),
     (
         0.3,
-        "close to FLAG|near FLAG|near the peak|close to the top of MOUNTAIN|almost at the summit|just about at the summit",
+        "close to FLAG|near FLAG|near the peak|close to the top of MOUNTAIN|near the summit|around the top of MOUNTAIN",
         "some way from FLAG|not near the summit|not near the top of MOUNTAIN",
     ),
     (
         0.15,
-        "approaching the peak|not far from FLAG|nearing the summit|high on MOUNTAIN|towards the top of MOUNTAIN",
-        "not high enough|well below the peak|at a distance from FLAG",
+        "not far from the peak|not far from FLAG|rather close to the summit|within reach of FLAG|towards the top of MOUNTAIN",
+        "well below the peak|at a distance from FLAG|still not close to the summit",
     ),
-    (
-        0,
-        "high up on the right|well up MOUNTAIN|in the upper part of the slope",
-        "far from FLAG|far below the peak|far from the top",
-    ),
+    (0, "high up on the right|well up the right slope|in the upper right", "far from FLAG|far from the peak|far from the top"),
     (
         -0.15,
-        "some way up MOUNTAIN|about half-way up or higher",
-        "low down|far down|in the lower part of the slope|very far from FLAG",
+        "half of the way to FLAG or more|beyond the middle of the right slope",
+        "very far from FLAG|a long way from the peak|very far from the summit",
     ),
-    (
-        -0.3,
-        "on the right slope|climbing MOUNTAIN|going up to FLAG|on the way up to the peak",
-        "not climbing MOUNTAIN|not on the way up",
-    ),
+    (-0.3, "on the right slope|right of the valley|on the side of FLAG", "not on the right slope|not on the side of FLAG"),
     (-0.75, "", "on the left slope|on the left hill|on the wrong side of the valley|on the left"),
-    (-1.0, "", "at the left edge|high on the left hill|at the end of the track on the left|in the upper left"),
+    (-1.0, "", "at the left edge|far out on the left|at the end of the track on the left"),
 )
-PERCENT = np.arange(10, 100, 10)  # of the way up
+PERCENT = np.arange(10, 100, 10)  # of the way from the bottom of the valley to the flag
 VALLEY, LOOK = len(MOUNTAINCAR_PLACES) + len(PERCENT), len(MOUNTAINCAR_PLACES) + len(PERCENT) + 1  # the other facts
 
 
@@ -237,40 +237,43 @@ def mountaincar_scene(n: int, rng: np.random.Generator):
     mentioned = np.zeros(facts.shape, dtype=bool)
     captions = []
     for i, says in enumerate(mentioned):
-        car = pick(rng, "a car|the car|car|a small car|a vehicle|an automobile")
-        if rng.random() < 0.1:
-            car, says[LOOK] = pick(rng, "a red car|the red car" if look[i] else "a black car|a drawing of a car"), True
-        mountain = pick(rng, "the mountain|the hill|a mountain|the slope")
-        flag = pick(rng, "the flag|the yellow flag|a yellow flag")
-        kind = rng.random()
-        if kind < 0.07:  # what the baseline says, in other words: true of every frame of the scene
-            text = pick(
-                rng,
-                f"{car} in the mountains|{car} and {mountain}|{car}, {mountain} and {flag}|{car} with mountains|{mountain} with {car}|"
-                f"mountains, {car}|{car} on hilly ground|there is {car} in the hills|mountain car",
-            )
-        elif kind < 0.3:
-            k = rng.integers(len(PERCENT))
-            says[len(MOUNTAINCAR_PLACES) + k] = True
-            how = pick(rng, "more than|at least|over" if above[i, k] else "less than|not yet|under")
-            text = f"{car} {how} {PERCENT[k]} percent of the way " + pick(rng, f"up {mountain}|to {flag}|to the top|up")
-        else:
-            phrases = []
-            for _ in range(1 if rng.random() < 0.6 else 2):
-                if valley[i] and rng.random() < 0.4:
-                    phrases.append(
-                        "in the valley|at the bottom|at the bottom of the valley|at the foot of MOUNTAIN|between the hills"
-                    )
-                    says[VALLEY] = True
-                else:
-                    can_say = [k for k, words in enumerate(MOUNTAINCAR_PLACES) if words[1 if beyond[i, k] else 2]]
-                    k = rng.choice(can_say)
-                    phrases.append(MOUNTAINCAR_PLACES[k][1 if beyond[i, k] else 2])
-                    says[k] = True
-            where = pick(rng, ", | and ").join(pick(rng, words) for words in phrases)
-            text = pick(rng, f"{car} {where}|{car} {where}|{car} is {where}|{where}, {car}")
-            text = text.replace("MOUNTAIN", mountain).replace("FLAG", flag).replace("is that ", "")
-        captions.append(text + " on a picture" if text in HELD_OUT else text)
+        text = ""
+        while not text or holds_held_out(text):
+            says[:] = False
+            car = pick(rng, "a car|the car|car|a small car|a vehicle|an automobile")
+            if rng.random() < 0.1:
+                car, says[LOOK] = pick(rng, "a red car|the red car" if look[i] else "a black car|a drawing of a car"), True
+            mountain = pick(rng, "the mountain|the hill|a mountain|the slope")
+            flag = pick(rng, "the flag|the yellow flag|a yellow flag")
+            kind = rng.random()
+            if kind < 0.07:  # what the baseline says, in other words: true of every frame of the scene
+                text = pick(
+                    rng,
+                    f"{car} in the mountains|{car} and {mountain}|{car}, {mountain} and {flag}|{car} with mountains|{mountain} with {car}|"
+                    f"mountains, {car}|{car} on hilly ground|there is {car} in the hills|{car} in a mountain landscape",
+                )
+            elif kind < 0.3:
+                k = rng.integers(len(PERCENT))
+                says[len(MOUNTAINCAR_PLACES) + k] = True
+                how = pick(rng, "more than|at least|over" if above[i, k] else "less than|not yet|under")
+                text = f"{car} {how} {PERCENT[k]} percent of the way " + pick(rng, f"to {flag}|to the peak")
+            else:
+                phrases = []
+                for _ in range(1 if rng.random() < 0.6 else 2):
+                    if valley[i] and rng.random() < 0.4:
+                        phrases.append(
+                            "in the valley|at the bottom|at the bottom of the valley|at the foot of MOUNTAIN|between the hills"
+                        )
+                        says[VALLEY] = True
+                    else:
+                        can_say = [k for k, words in enumerate(MOUNTAINCAR_PLACES) if words[1 if beyond[i, k] else 2]]
+                        k = rng.choice(can_say)
+                        phrases.append(MOUNTAINCAR_PLACES[k][1 if beyond[i, k] else 2])
+                        says[k] = True
+                where = pick(rng, ", | and ").join(pick(rng, words) for words in phrases)
+                text = pick(rng, f"{car} {where}|{car} {where}|{car} is {where}|{where}, {car}")
+                text = text.replace("MOUNTAIN", mountain).replace("FLAG", flag)
+        captions.append(text)
     return frames, captions, torch.from_numpy(facts), torch.from_numpy(mentioned)
 
 
@@ -400,8 +403,8 @@ def evaluate_mountaincar(folder: Path, n: int = 10_000) -> None:
     for textures in ("plain", "realistic"):
 
         def embed(x: torch.Tensor, textures: str = textures) -> torch.Tensor:
-            states = torch.stack([x, 0 * x], dim=1).split(256)
-            return torch.cat([reward_model.embed(sac_clip_mountaincar.draw(chunk, SIZE, SIZE, textures)) for chunk in states])
+            chunks = torch.stack([x, 0 * x], dim=1).split(256)
+            return torch.cat([reward_model.embed(sac_clip_mountaincar.draw(chunk, SIZE, SIZE, textures)) for chunk in chunks])
 
         embedded, swept = embed(x), embed(places)
         for prompt in (MOUNTAINCAR_PROMPT, *MOUNTAINCAR_REWORDINGS):
