@@ -95,7 +95,7 @@ def test_cartpole_captions_are_true_of_their_own_frames_and_of_the_right_others(
     _, captions, facts, mentioned = batches["cartpole_scene"][0]
     true = train.is_true(facts, mentioned)
     assert true.diagonal().all()
-    within_12, beyond_30 = facts[:, 1].bool(), facts[:, len(train.CARTPOLE_POSTURES) + 4].bool()
+    within_12, beyond_30 = facts[:, 2].bool(), facts[:, len(train.CARTPOLE_POSTURES) + 4].bool()
     seen = set()
     for i, caption in enumerate(captions):
         place = any(word in caption for word in ("left", "right", "middle"))

@@ -101,8 +101,14 @@ CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says whe
         "",
     ),
     (
+        6,
+        "upright and vertical|vertical and upright|straight and upright|standing vertical and straight|well balanced and upright|"
+        "upright in balance",
+        "",
+    ),
+    (
         12,
-        "upright|vertical|standing upright|balanced|standing straight|upright and balanced|held upright|standing up|erect|in balance|"
+        "upright|vertical|standing upright|balanced|standing straight|held upright|standing up|erect|in balance|"
         "standing vertically|held vertically|vertically balanced|pointing vertically up",
         "tilted|leaning|not upright|not vertical|off balance|no longer vertical|tipping over|unbalanced|slanted",
     ),
