@@ -571,10 +571,8 @@ def main() -> None:
         report_evaluation(path, args, *evaluate(actor, reward_model, args))
         return
     actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.learning_rate, fused=True)
-    q_parameters, q_target_parameters = (
-        [*qf1.parameters(), *qf2.parameters()],
-        [*qf1_target.parameters(), *qf2_target.parameters()],
-    )
+    q_parameters = [*qf1.parameters(), *qf2.parameters()]
+    q_target_parameters = [*qf1_target.parameters(), *qf2_target.parameters()]
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = MountainCar(args.num_envs, args.episode_length, device)

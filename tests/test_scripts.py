@@ -115,8 +115,10 @@ def test_mountaincar_explores_with_correlated_noise(learning_starts, tmp_path):
     """The first round: random actions are uniform in [-1, 1], and theirs and the policy's are alike from step to step."""
     options = f"--total-timesteps 16000 --num-envs 80 --learning-starts {learning_starts} --gradient-steps 1 --episodes 1"
     run("sac_clip_mountaincar", *options.split(), "--device", "cpu", "--run-dir", "run", folder=tmp_path)
-    actions = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["rb"]["actions"].view(200, 80).double()
+    rb = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["rb"]
+    actions = rb["actions"].view(200, 80).double()
     if learning_starts:
+        assert 0.02 < (rb["next_obs"][-80:, 0] >= 0.45).float().mean() < 0.25  # now and then the car gets there by chance
         assert (torch.histc(actions, 10, -1, 1) / actions.numel() - 0.1).abs().max() < 0.02
         normal = torch.erfinv(actions.clamp(-0.999999, 0.999999)) * 2**0.5
     else:
