@@ -489,7 +489,7 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
     """The checkpoint that --resume or --evaluate names -> its settings with what the command line may change, and its content."""
     path = args.evaluate or args.resume / "checkpoint.pt"
     if not os.path.isfile(path):
-        fail(f"there is no checkpoint {path}")
+        fail(f"there is no checkpoint {path}{': give the best.pt in it' if os.path.isdir(path) else ''}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rb") not in checkpoint:
@@ -497,7 +497,7 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
         own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
     except Exception:  # whatever the file holds instead
         fail(f"{path} is not a checkpoint of {SCRIPT}.py{' that can be resumed' if args.resume else ''}")
-    own.run_dir = args.resume
+    own.run_dir = args.resume or args.evaluate.parent
     own.device = None if args.evaluate else own.device  # a run goes on exactly on its own kind of device only
     args = tyro.cli(Args, default=own)
     changed = {name for name, value in asdict(args).items() if value != getattr(own, name)}

@@ -104,7 +104,10 @@ def main() -> None:
         for place, frame in zip(samples, frames):
             left = min(max(place - width / 2, ends[0]), ends[1] - width)
             below.imshow(frame, extent=(left, left + width, 0, 1), aspect="auto")
-        below.set(xlabel=axis, xlim=ends, ylim=(0, 1), yticks=[])
+            below.text(
+                left + width / 2, 0.97, place, va="top", ha="center", fontsize="small", bbox={"color": "white", "pad": 1}
+            )
+        below.set(xlabel=f"{axis} (and of the sample frames)", xlim=ends, ylim=(0, 1), yticks=[])
     axes[0, 0].set_ylabel("reward, rescaled to [0, 1]")
     axes[0, 0].legend(fontsize="small", loc="upper left")
     progress.close()

@@ -204,6 +204,7 @@ def test_evaluate_a_checkpoint(unbroken, tmp_path):
     )  # the flags' defaults
     settings = json.loads((run_dir / "checkpoint_evaluation.json").read_text())["settings"]
     assert settings["episodes"] == 100 and settings["seed"] == 1 and settings["num_envs"] == 4
+    assert settings["run_dir"] == str(run_dir)
     assert not list(tmp_path.iterdir())
 
 
@@ -231,6 +232,7 @@ BAD = [
     ("--run-dir .", "exists"),
     ("--resume no/such/run", "there is no checkpoint"),
     ("--evaluate no/such/best.pt", "there is no checkpoint"),
+    ("--evaluate RUN", "give the best.pt in it"),
     ("--evaluate FILE", "is not a checkpoint of"),
     ("--evaluate FOREIGN", "is not a checkpoint of"),
     ("--resume . --evaluate FILE", "give one of the two"),
