@@ -249,21 +249,21 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("arguments, expected", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(script, arguments, expected, unbroken, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(arguments, expected, unbroken, tmp_path, monkeypatch, capsys):
+    script, run_dir = unbroken
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has the CUDA device that the test wants to be absent")
     (tmp_path / "FILE").write_text("not a checkpoint")
     torch.save({"script": "another", "settings": {}}, tmp_path / "FOREIGN")
     for folder in ("ONLYBEST", "LOCKED"):
         (tmp_path / folder).mkdir()
-        shutil.copy(unbroken[1] / "best.pt", tmp_path / folder / ("checkpoint.pt" if folder == "ONLYBEST" else "best.pt"))
+        shutil.copy(run_dir / "best.pt", tmp_path / folder / ("checkpoint.pt" if folder == "ONLYBEST" else "best.pt"))
     monkeypatch.setattr(os, "access", lambda path, mode: "LOCKED" not in str(path))  # root may write anywhere
     left = sorted(tmp_path.rglob("*"))
     device = [] if "--device" in arguments else ["--device", "cpu"]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(arguments.replace("RUN", str(unbroken[1]))), *device])
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(arguments.replace("RUN", str(run_dir))), *device])
     monkeypatch.setattr(clip_reward.open_clip, "create_model_from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
     monkeypatch.setattr(SCRIPTS[script], "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
