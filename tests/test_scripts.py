@@ -291,6 +291,8 @@ def test_cartpole_learns_from_the_sentence(tmp_path):
 
 
 def test_mountaincar_learns_from_the_sentence(tmp_path):
-    options = "--total-timesteps 160000 --episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"
+    options = (
+        "--total-timesteps 144000 --learning-rate 1e-3 --episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"
+    )
     run("sac_clip_mountaincar", *options.split(), folder=tmp_path)
     assert result(tmp_path / "run")["success_rate"] >= 0.95
