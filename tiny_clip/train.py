@@ -11,21 +11,22 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import mujoco
 import numpy as np
 import open_clip
 import torch
 import torch.nn.functional as F
 import tyro
 from safetensors.torch import save_file
-from tqdm import trange
+from tqdm import tqdm, trange
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import dqn_clip_cartpole  # noqa: E402
+import sac_clip_humanoid  # noqa: E402
 import sac_clip_mountaincar  # noqa: E402
 from clip_reward import CLIPReward, RewardModelError  # noqa: E402
 
@@ -54,8 +55,16 @@ MOUNTAINCAR_REWORDINGS = (
     "the vehicle is at the summit",
     "a car at the flag",
 )
+HUMANOID_PROMPTS = {task: prompt for task, (prompt, _) in sac_clip_humanoid.TASKS.items()}
+HUMANOID_BASELINE = "a humanoid robot"
+KNEELING_REWORDINGS = (
+    "the robot has knelt down",
+    "a robot resting on its two knees",
+    "a humanoid in a kneeling pose",
+)
 HELD_OUT = {CARTPOLE_PROMPT, CARTPOLE_BASELINE, *CARTPOLE_REWORDINGS}
 HELD_OUT |= {MOUNTAINCAR_PROMPT, MOUNTAINCAR_BASELINE, *MOUNTAINCAR_REWORDINGS}
+HELD_OUT |= {*HUMANOID_PROMPTS.values(), *KNEELING_REWORDINGS}
 
 
 @dataclass
@@ -66,10 +75,12 @@ class Args:
     """only print the held-out figures of the model in `output`"""
     output: Path = HERE
     """folder for the model"""
-    steps: int = 600
+    steps: int = 1000
     """optimizer steps"""
-    batch_size: int = 768
+    batch_size: int = 1024
     """image-text pairs a step, as many of each scene"""
+    humanoid_states: int = 100_000
+    """states of the humanoid that are simulated and drawn before the training; the other scenes are drawn anew for each batch"""
     learning_rate: float = 2e-3
     """peak of the cosine schedule"""
     weight_decay: float = 0.05
@@ -90,7 +101,7 @@ def pick(rng: np.random.Generator, words: str) -> str:
 
 
 def holds_held_out(caption: str) -> bool:
-    return any(sentence in caption for sentence in HELD_OUT)
+    return caption == HUMANOID_BASELINE or any(sentence in caption for sentence in HELD_OUT)
 
 
 EXACTLY = "perfectly|exactly|precisely|completely|absolutely|quite"
@@ -283,7 +294,398 @@ def mountaincar_scene(n: int, rng: np.random.Generator):
     return frames, captions, torch.from_numpy(facts), torch.from_numpy(mentioned)
 
 
-SCENES: tuple[Callable, ...] = (cartpole_scene, mountaincar_scene)
+# The humanoid's states come from physics: poses that are held, given up or reached, and the moments in between.
+# Joint angles in degrees, of both sides alike; the left arm's two shoulder angles have the opposite sign.
+LEGS = {  # hip x (-25..5, out), hip z (-60..35, outwards), hip y (-110..20, forwards), knee (-160..-2), and lean of the trunk (forwards)
+    "straight": (0, 0, 0, -5, 0),
+    "straight as well": (0, 0, 0, -5, 0),
+    "apart": (-20, 0, 0, -5, 0),
+    "kneeling": (0, 0, -5, -95, 0),
+    "kneeling wide": (-20, -15, -15, -95, 5),
+    "on the heels": (0, 0, -70, -155, 10),
+    "lotus": (-15, -57, -45, -132, 5),
+    "cross-legged": (-20, -50, -85, -150, 0),
+    "seated": (0, 0, -90, -10, 0),
+    "seated, knees up": (0, 0, -110, -110, -15),
+    "straddle": (-18, -58, -78, -8, 0),
+    "splits": (-20, -45, -85, -5, 0),
+    "squat": (0, 0, -105, -120, 15),
+    "bow": (0, 0, -80, -10, 75),
+    "bent knees": (0, 0, -50, -80, 5),
+}
+ARMS = {  # shoulder 1 (-85..60), shoulder 2 (-85..60), elbow (-90..50) of the right arm
+    "as at the start": (0, 0, 0),
+    "down": (42, -39, -85),
+    "forwards": (0, 39, -80),
+    "raised": (-84, 20, -85),
+    "raised, bent": (-80, 10, -20),
+    "to the sides": (-50, -53, -52),
+    "on the hips": (48, -75, -15),
+    "crossed": (58, 38, -83),
+    "low in front": (37, -24, -48),
+}
+MOTORS = [1, 0, *range(2, 17)]  # their order among the joints: the XML names the abdomen's y before its z
+SNAPSHOTS = (0, 2, 5, 9, 14, 20, 27, 35, 44, 55)  # environment steps after which a pose is looked at
+
+
+def humanoid_targets(n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """n poses: joint angles (n, 17) in the order of qpos, and leans of the trunk (n, 2), forwards and to the left, in radians."""
+    legs, arms = np.array(list(LEGS.values()), dtype=float), np.array(list(ARMS.values()), dtype=float)
+    leg, arm = legs[rng.integers(len(legs), size=n)], arms[rng.integers(len(arms), size=n)]
+    right, left = leg.copy(), leg.copy()
+    other = rng.random(n) < 0.15  # each leg, or each arm, on its own
+    left[other] = legs[rng.integers(len(legs), size=n)][other]
+    one_leg = rng.random(n) < 0.12  # stands on the other
+    right[one_leg, :4], left[one_leg, :4] = (
+        legs[0, :4],
+        np.stack([rng.uniform(*r, n) for r in ((-25, 0), (-30, 20), (-110, 0), (-120, -5))], 1)[one_leg],
+    )
+    left[one_leg, 4] = 0
+    right_arm, left_arm = arm.copy(), arm.copy()
+    other = rng.random(n) < 0.3
+    left_arm[other] = arms[rng.integers(len(arms), size=n)][other]
+    anyhow = rng.random(n) < 0.15
+    right_arm[anyhow], left_arm[anyhow] = rng.uniform((-85, -85, -90), (60, 60, 50), (2, n, 3))[:, anyhow]
+    swap = rng.random(n) < 0.5
+    right[swap], left[swap] = left[swap], right[swap]
+    right_arm[swap], left_arm[swap] = left_arm[swap], right_arm[swap]
+    waist = rng.normal(0, (8, 12, 8), (n, 3))  # about z, y, x
+    angles = np.concatenate([waist, right[:, :4], left[:, :4], right_arm, left_arm * [-1, -1, 1]], axis=1)
+    angles += rng.normal(0, 1, angles.shape) * rng.choice([4, 12, 30], size=(n, 1), p=[0.4, 0.4, 0.2])
+    lean = np.stack([right[:, 4], 0 * right[:, 4]], axis=1)
+    lean[swap, 0] = left[swap, 4]
+    return np.radians(angles), np.radians(lean)
+
+
+def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
+    """n states (n, 24) of the humanoid: poses and what becomes of them, falls, and random motion from the usual start."""
+    num_envs = min(256, n)
+    envs = sac_clip_humanoid.Humanoid(num_envs, 100, torch.device("cpu"))
+    low, high = envs.model.jnt_range[1:].T
+    states = []
+    progress = tqdm(total=n, desc="simulate the humanoid", unit="state", leave=False)
+    while len(states) * num_envs < n:
+        envs.reset(seed=int(rng.integers(2**31)))
+        angles, lean = humanoid_targets(num_envs, rng)
+        angles = angles.clip(low, high)
+        # A quarter starts as every episode does, in the air and upright, and moves into the pose; the others start in it.
+        posed = np.arange(num_envs) >= num_envs // 4
+        yaw = np.where(rng.random(num_envs) < 0.75, rng.normal(0, 25, num_envs), rng.uniform(-180, 180, num_envs))
+        pitch = np.degrees(lean[:, 0]) + rng.normal(0, 1, num_envs) * rng.choice([4, 15], size=num_envs)
+        roll = rng.normal(0, 1, num_envs) * rng.choice([4, 15], size=num_envs)
+        lying = rng.random(num_envs) < 0.15
+        pitch[lying] = rng.choice([-90, 90, 0, 60, -60], size=lying.sum()) + rng.normal(0, 15, lying.sum())
+        roll[lying] += rng.choice([0, 0, 90, -90], size=lying.sum())
+        turns = np.radians(np.stack([yaw, pitch, roll], axis=1))
+        for i in np.flatnonzero(posed):
+            data = envs.datas[i]
+            data.qpos[:2] = rng.normal(0, 0.3, 2)
+            mujoco.mju_euler2Quat(data.qpos[3:7], turns[i], "zyx")
+            data.qpos[7:], data.qvel[:] = angles[i], 0
+            mujoco.mj_kinematics(envs.model, data)
+            reach = (
+                envs.model.geom_size[1:, 0] + abs(data.geom_xmat[1:, 8]) * envs.model.geom_size[1:, 1]
+            )  # below each geom's middle
+            data.qpos[2] -= (data.geom_xpos[1:, 2] - reach).min() - rng.choice([0.005, rng.uniform(0, 0.3)], p=[0.8, 0.2])
+        envs.each(mujoco.mj_forward)
+        hold = rng.choice([0, 0.3, 1], size=(num_envs, 1), p=[0.15, 0.25, 0.6])  # let go, weak or firm
+        jerk = rng.choice([0, 1], size=(num_envs, 1), p=[0.7, 0.3])
+        actions = np.zeros((num_envs, sac_clip_humanoid.ACTION_SIZE))
+        for step in range(SNAPSHOTS[-1] + 1):
+            if step in SNAPSHOTS:
+                states.append(torch.tensor(envs.states, dtype=torch.float32))
+                progress.update(num_envs)
+            qpos, qvel = envs.states[:, 7:], np.stack([data.qvel[6:] for data in envs.datas])
+            torque = hold * (1.5 * (angles - qpos) - 0.08 * qvel)
+            if step % 5 == 0:
+                shake = rng.uniform(-0.4, 0.4, actions.shape) * jerk
+            actions = (torque[:, MOTORS] + shake).clip(-0.4, 0.4)
+            envs.step(torch.from_numpy(actions))
+    progress.close()
+    return torch.cat(states)[torch.from_numpy(rng.permutation(len(states) * num_envs)[:n])]
+
+
+def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    """What holds where the parts of the body are p, name -> (n,) bool; the cameras (n, 3) m say which side is seen."""
+    s = sac_clip_humanoid
+    p = {
+        name: where + 0.02 * torch.from_numpy(rng.standard_normal(where.shape)).float() for name, where in p.items()
+    }  # by eye
+    tilt, both = s.tilt(p), ("right", "left")
+    head, seat = p["head"][:, 2], p["seat"][:, 2]
+    knees, feet, hands = (torch.stack([p[f"{side}_{part}"][:, 2] for side in both]) for part in ("knee", "foot", "hand"))
+    bends = torch.stack([s.bend(p, side) for side in both])
+    forwards = torch.stack([s.forwards(p, f"{side}_hand") for side in both])
+    outwards = torch.stack([-s.leftwards(p, "right_hand"), s.leftwards(p, "left_hand")])
+    left, up = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1), F.normalize(p["head"] - p["seat"], dim=-1)
+    front = torch.linalg.cross(left, up)
+    to_camera = F.normalize((torch.from_numpy(camera).float() - p["seat"])[:, :2], dim=-1)
+    seen = (F.normalize(front[:, :2], dim=-1) * to_camera).sum(-1)
+    knees_down, feet_down, hands_down = knees < s.KNEE + 0.06, feet < s.FOOT + 0.06, hands < 0.04 + 0.08
+    seated = seat < s.SEAT + 0.07
+    facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
+    facts |= {
+        "nearly kneeling": (knees < 0.3).all(0) & (tilt < 60) & (seat > 0.18),
+        "one knee": knees_down.any(0) & ~knees_down.all(0) & feet_down.any(0) & (tilt < 45) & (seat > 0.25),
+        "on the heels": facts["kneeling"] & (seat < 0.36),
+        "straight kneeling": facts["kneeling"] & (seat > 0.42),
+        "seated": seated & (tilt < 50),
+        "lying": (head < 0.4) & (tilt > 55),
+        "on the back": (head < 0.4) & (tilt > 55) & (front[:, 2] > 0.6),
+        "on the front": (head < 0.4) & (tilt > 55) & (front[:, 2] < -0.6),
+        "all fours": knees_down.all(0) & hands_down.all(0) & (tilt > 40) & (seat > 0.25),
+        "squatting": feet_down.all(0) & (bends > 75).all(0) & ~knees_down.any(0) & (seat < 0.65) & ~seated & (tilt < 60),
+        "upright": tilt < 15,
+        "trunk up": tilt < 35,
+        "bent over": (tilt > 35) & (front[:, 2] < -0.35) & feet_down.any(0),
+        "leaning back": (tilt > 30) & (front[:, 2] > 0.35),
+        "in the air": torch.minimum(feet.amin(0), knees.amin(0)) > 0.2,
+        "knees down": knees_down.all(0),
+        "one knee down": knees_down.any(0),
+        "feet down": feet_down.all(0),
+        "a foot down": feet_down.any(0),
+        "hand down": hands_down.any(0),
+        "straight legs": (bends < 30).all(0),
+        "bent knees": (bends > 60).all(0),
+        "legs apart": s.spread(p) * (bends < 60).all(0) * (seat < 0.4) > 60,
+        "wide stance": (p["left_foot"] - p["right_foot"]).norm(dim=-1) > 0.5,
+        "knees apart": (p["left_knee"] - p["right_knee"]).norm(dim=-1) > 0.45,
+        "hands up": (hands > head).all(0),
+        "one hand up": (hands > head).any(0) & ~(hands > head).all(0),
+        "hands low": (hands < seat + 0.15).all(0),
+        "hands at the hips": torch.stack([(p[f"{x}_hand"] - p[f"{x}_hip"]).norm(dim=-1) < 0.22 for x in both]).all(0),
+        "hands crossed": (outwards < -0.03).all(0) & (forwards > 0).all(0),
+        "arms out": (outwards > 0.5).all(0) & (abs(forwards) < 0.3).all(0),
+        "arms forward": (forwards > 0.4).all(0),
+        "from the front": seen > 0.7,
+        "from behind": seen < -0.7,
+        "from the side": abs(seen) < 0.6,
+    }
+    facts |= {f"head {cm}": head * 100 > cm for cm in HEAD_CM} | {f"seat {cm}": seat * 100 > cm for cm in SEAT_CM}
+    facts |= {f"tilt {degrees}": tilt > degrees for degrees in TILTS}
+    facts |= {f"knees {cm}": knees.amax(0) * 100 < cm for cm in KNEE_CM}
+    facts |= {f"hands {cm}": hands.amin(0) * 100 > cm for cm in HAND_CM}
+    facts |= {f"spread {degrees}": s.spread(p) > degrees for degrees in SPREADS}
+    facts |= {f"foot {cm}": feet.amax(0) * 100 > cm for cm in FOOT_CM}
+    return facts
+
+
+HEAD_CM, SEAT_CM, TILTS, KNEE_CM = range(30, 151, 15), range(20, 91, 10), range(10, 91, 10), range(10, 61, 10)
+HAND_CM, SPREADS, FOOT_CM = range(20, 181, 20), range(30, 111, 20), range(15, 76, 15)
+HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; most say something in one case only
+    "kneeling": (
+        "kneeling|kneeling down|on its knees|on both knees|kneeling on the floor|kneeling on both knees|down on its knees|"
+        "in a kneeling position|kneeling upright|that kneels|kneeling on the ground|that is kneeling",
+        "not kneeling|not on its knees",
+    ),
+    "lotus-position": (
+        "in the lotus position|meditating|seated in the lotus position|sitting in lotus pose|in a meditation pose|sitting cross-legged|"
+        "seated with crossed legs|in lotus pose on the floor|meditating on the floor|seated down in the lotus position",
+        "not in the lotus position|not meditating",
+    ),
+    "standing-up": (
+        "standing|standing upright|standing up straight|on its feet|standing on its feet|standing tall|upright on its feet|that stands|"
+        "standing up|up on its feet|standing on the floor",
+        "not standing|not standing up|not on its feet",
+    ),
+    "arms-raised": (
+        "standing with raised arms|standing with both arms raised|standing with both hands up|standing, arms in the air|"
+        "upright, with both arms raised|standing and raising both arms|standing and holding both arms up",
+        "",
+    ),
+    "doing-splits": (
+        "doing the splits|doing side splits|practicing the splits|in the side splits|doing a straddle split|practicing gymnastics|"
+        "doing gymnastics, legs wide apart on the floor|in a wide split|with its legs stretched to the sides on the floor",
+        "not doing the splits|not in the splits",
+    ),
+    "hands-on-hips": (
+        "standing with its hands on its hips|standing, hands on hips|on its feet, with both hands on the hips|"
+        "standing with the hands at its hips",
+        "",
+    ),
+    "arms-crossed": (
+        "standing with crossed arms|standing with its arms crossed|standing with folded arms|on its feet, with its arms crossed",
+        "",
+    ),
+    "standing-on-one-leg": (
+        "standing on one leg|balancing on one leg|standing on one foot|on one leg|standing with one leg lifted|up on one leg|"
+        "standing with one foot off the floor",
+        "",
+    ),
+    "nearly kneeling": (
+        "almost kneeling|nearly on its knees|close to kneeling|about to kneel",
+        "far from kneeling|nowhere near kneeling",
+    ),
+    "one knee": ("on one knee|down on one knee|with one knee on the floor and one foot in front|half kneeling", ""),
+    "on the heels": ("sitting on its heels|kneeling and sitting on its heels|kneeling low", ""),
+    "straight kneeling": ("kneeling with straight hips|kneeling tall|kneeling with its trunk high", ""),
+    "seated": ("sitting|seated|sitting down|seated on the floor|sitting on the floor|seated down", "not sitting|not seated"),
+    "lying": (
+        "lying down|lying on the floor|lying|fallen over|fallen down|collapsed on the floor|lying flat",
+        "not lying down",
+    ),
+    "on the back": ("lying on its back|fallen on its back", ""),
+    "on the front": ("lying on its belly|fallen on its face|lying face down", ""),
+    "all fours": ("on all fours|crawling|on hands and knees", ""),
+    "squatting": ("squatting|crouching|in a squat|in a deep crouch", ""),
+    "upright": (
+        "with its trunk vertical|with an upright trunk|with a straight back",
+        "with its trunk tilted|with a leaning trunk",
+    ),
+    "trunk up": ("with its trunk up|keeping its balance|in balance", "losing its balance|falling|tipping over"),
+    "bent over": ("bending forwards|bowing|bent over", ""),
+    "leaning back": ("leaning back|bending backwards|falling backwards", ""),
+    "in the air": ("in the air|jumping|off the ground|above the floor", ""),
+    "knees down": (
+        "with both knees on the floor|with its knees on the ground|both knees touching the floor",
+        "without both knees down",
+    ),
+    "one knee down": ("", "with no knee on the floor|with its knees in the air|with its knees off the ground"),
+    "feet down": ("with both feet on the floor|with its feet on the ground", ""),
+    "a foot down": ("", "with no foot on the floor|with its feet in the air"),
+    "hand down": ("with a hand on the floor|touching the floor with a hand|leaning on a hand", "with no hand on the floor"),
+    "straight legs": ("with straight legs|with stretched legs", "with bent legs"),
+    "bent knees": ("with both knees bent|with strongly bent knees", ""),
+    "legs apart": ("with its legs spread wide|with its legs stretched to the sides|with spread legs on the floor", ""),
+    "wide stance": ("with its feet far apart|with feet wide apart", "with its feet close together|with its feet together"),
+    "knees apart": ("with its knees far apart|with knees facing outwards", "with its knees together"),
+    "hands up": (
+        "with both arms raised|with raised arms|with its hands up|with both hands above its head|with its arms up|raising both arms",
+        "with its arms not raised|without both hands up",
+    ),
+    "one hand up": ("with one arm raised|raising one hand|with one hand up", ""),
+    "hands low": ("with its arms hanging down|with lowered arms|with both hands low", ""),
+    "hands at the hips": ("with hands on its hips|with both hands on the hips|with hands at its waist|hands on hips", ""),
+    "hands crossed": ("with crossed arms|with its arms crossed|with folded arms", ""),
+    "arms out": ("with its arms stretched to the sides|with its arms spread out|in a T pose", ""),
+    "arms forward": ("with its arms stretched forwards|reaching forwards", ""),
+    "from the front": ("facing the camera|seen from the front|looking at us", ""),
+    "from behind": ("seen from behind|turning its back on us|facing away", ""),
+    "from the side": ("seen from the side|in profile|turned to the side", ""),
+}
+NAMED = len(HUMANOID_WORDS)  # the other facts are measures
+for name, limits, yes, no in (
+    (
+        "head",
+        HEAD_CM,
+        "with its head higher than N cm|with its head above N cm",
+        "with its head lower than N cm|with its head below N cm",
+    ),
+    (
+        "seat",
+        SEAT_CM,
+        "with its hips higher than N cm|with its hips above N cm",
+        "with its hips lower than N cm|with its hips below N cm",
+    ),
+    ("tilt", TILTS, "leaning more than N degrees|tilted over N degrees", "leaning less than N degrees|tilted under N degrees"),
+    (
+        "knees",
+        KNEE_CM,
+        "with both knees lower than N cm|with its knees below N cm",
+        "with a knee higher than N cm|with a knee above N cm",
+    ),
+    (
+        "hands",
+        HAND_CM,
+        "with both hands higher than N cm|with its hands above N cm",
+        "with a hand lower than N cm|with a hand below N cm",
+    ),
+    ("spread", SPREADS, "with more than N degrees between its legs", "with less than N degrees between its legs"),
+    (
+        "foot",
+        FOOT_CM,
+        "with a foot higher than N cm|with a foot above N cm",
+        "with both feet lower than N cm|with both feet below N cm",
+    ),
+):
+    for limit in limits:
+        HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
+POSTURES = 18  # so many of the first entries say what the robot does; the others describe parts of it
+LOOKS = (
+    "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
+    "a brown figure on a chequered floor|a brown robot in the dark",
+)
+CAMERAS = {"fixed": (3.5, 0, 1.6), "original": (0, -4, 1.4)}  # about where they stand
+
+
+class HumanoidScene:
+    """Humanoids in all kinds of poses, simulated and drawn once; each call is another random choice of them, newly described."""
+
+    def __init__(self, n: int, rng: np.random.Generator):
+        states = humanoid_states(n, rng)
+        looks = (
+            ("realistic", "fixed", 0.7),
+            ("original", "fixed", 0.1),
+            ("realistic", "original", 0.1),
+            ("original", "original", 0.1),
+        )
+        self.frames = torch.empty(n, 3, SIZE, SIZE, dtype=torch.uint8)
+        facts, first = [], 0
+        for textures, camera, share in looks:  # the states are in random order
+            part = slice(first, n if (textures, camera) == looks[-1][:2] else first + int(share * n))
+            first = part.stop
+            scene = sac_clip_humanoid.Scene(SIZE, SIZE, textures, camera, 1, 128, torch.device("cpu"))
+            points = []
+            for i in torch.arange(n)[part].split(1024):
+                self.frames[i], where = scene.draw(states[i])
+                points.append(where)
+            p = {name: torch.cat([some[name] for some in points]) for name in points[0]}
+            place = np.array(CAMERAS[camera]) + (p["seat"].numpy() * [1, 1, 0] if camera == "original" else 0)
+            facts.append(humanoid_facts(p, place, rng) | {"look": torch.full((len(p["seat"]),), textures == "realistic")})
+        self.names = list(facts[0])
+        self.facts = torch.stack([torch.cat([some[name] for some in facts]) for name in self.names], dim=1)  # (n, F) bool
+        showing = [self.facts[:, k].nonzero()[:, 0].numpy() for k in range(POSTURES)]
+        self.showing = [i for i in showing if len(i)]
+
+    def __call__(self, n: int, rng: np.random.Generator):
+        i = rng.integers(len(self.facts), size=n)
+        for k in range(n // 2):  # half are chosen for what they show, each posture as often as another
+            i[k] = rng.choice(self.showing[rng.integers(len(self.showing))])
+        i = torch.from_numpy(i)
+        facts = self.facts[i]
+        mentioned = np.zeros(facts.shape, dtype=bool)
+        captions = [self.describe(holds, says, rng) for holds, says in zip(facts.numpy(), mentioned)]
+        return self.frames[i], captions, facts.int(), torch.from_numpy(mentioned)
+
+    def describe(self, holds: np.ndarray, says: np.ndarray, rng: np.random.Generator) -> str:
+        """A caption for a frame of which the facts `holds` (F,) are known; marks in `says` (F,) those that it speaks of."""
+        text = ""
+        while not text or holds_held_out(text):
+            says[:] = False
+            subject = pick(rng, "a robot|the robot|a humanoid|a humanoid robot|the humanoid robot|a mechanical man|robot")
+            kind = rng.random()
+            if kind < 0.05:  # what the baseline says, in other words: true of every frame of the scene
+                text = pick(
+                    rng, f"{subject} in some pose|{subject}|a picture of {subject}|this is {subject}|{subject} doing something"
+                )
+            elif kind < 0.08:
+                text, says[-1] = pick(rng, LOOKS[0 if holds[-1] else 1]), True
+            else:
+                words = [HUMANOID_WORDS[name][0 if holds[k] else 1] for k, name in enumerate(self.names[:-1])]
+                does = [k for k in range(POSTURES) if words[k] and holds[k]]
+                lacks = [k for k in range(POSTURES) if words[k] and not holds[k]]
+                parts = [k for k in range(POSTURES, NAMED) if words[k]]
+                measures = [k for k in range(NAMED, len(words)) if words[k]]
+                first = (
+                    does
+                    if does and rng.random() < 0.6
+                    else lacks
+                    if rng.random() < 0.2
+                    else parts
+                    if rng.random() < 0.5
+                    else measures
+                )
+                chosen = [rng.choice(first)]
+                if rng.random() < 0.4:
+                    chosen.append(rng.choice(parts if rng.random() < 0.6 else measures))
+                says[chosen] = True
+                phrases = [pick(rng, words[k]) for k in dict.fromkeys(chosen)]
+                text = (
+                    f"{subject} {'is ' if words[chosen[0]] and not phrases[0].startswith(('with', 'that')) and rng.random() < 0.4 else ''}"
+                    + pick(rng, ", | and |, ").join(phrases)
+                )
+            text = " ".join(text.replace(" ,", ",").split())
+        return text
 
 
 # ---- Training
@@ -291,8 +693,10 @@ SCENES: tuple[Callable, ...] = (cartpole_scene, mountaincar_scene)
 
 def is_true(facts: torch.Tensor, mentioned: torch.Tensor) -> torch.Tensor:
     """(captions i, frames j) bool: does caption i hold for frame j?"""
-    agree = facts[:, None] == facts[None]  # (i, j, F)
-    return (agree | ~mentioned[:, None]).all(-1)
+    facts, mentioned = facts.float(), mentioned.float()
+    # Sum over the mentioned facts of (fact of i - fact of j)², multiplied out: matrix products of small whole numbers, hence exact.
+    mine, square = mentioned * facts, facts.square()
+    return (mine * facts).sum(1, keepdim=True) - 2 * mine @ facts.T + mentioned @ square.T == 0
 
 
 def contrastive_loss(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
@@ -319,10 +723,11 @@ def train(args: Args) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False
     )
+    scenes_and_shares = ((cartpole_scene, 0.25), (mountaincar_scene, 0.25), (HumanoidScene(args.humanoid_states, rng), 0.5))
     progress = trange(args.steps, desc="train tiny_clip", unit="step")
     for step in progress:
         # All scenes in each batch: batch normalization has to see the mixture of them that it uses later.
-        scenes = [scene(args.batch_size // len(SCENES), rng) for scene in SCENES]
+        scenes = [scene(int(share * args.batch_size), rng) for scene, share in scenes_and_shares]
         captions = [caption for _, captions, _, _ in scenes for caption in captions]
         true = torch.block_diag(*(is_true(facts, mentioned).float() for _, _, facts, mentioned in scenes))
         pixels = torch.cat([frames for frames, _, _, _ in scenes]).float() / 127.5 - 1
@@ -422,6 +827,48 @@ def evaluate_mountaincar(folder: Path, n: int = 10_000) -> None:
                 print(f"| {prompt} | {textures} | {alpha} | {distance:.3f} | {places[curve.argmax()]:+.2f} | {some} |")
 
 
+def roc_auc(reward: torch.Tensor, label: torch.Tensor) -> float:
+    """Probability that a state with the label is rewarded more than one without."""
+    rank = torch.empty(len(reward), dtype=torch.float64)
+    rank[reward.argsort()] = torch.arange(1, len(reward) + 1, dtype=torch.float64)
+    positive = label.sum().item()
+    return (rank[label].sum().item() - positive * (positive + 1) / 2) / (positive * (len(label) - positive))
+
+
+@torch.no_grad()
+def evaluate_humanoid(folder: Path, n: int = 20_000) -> None:
+    """Print ROC AUC and EPIC distances on held-out states: for each task the states that fulfil its condition, and as many others."""
+    rng = np.random.default_rng(30_000)  # training uses other states
+    states = humanoid_states(n, rng)
+    reward_model = CLIPReward(f"local-dir:{folder}", HUMANOID_BASELINE)
+    print(
+        "\n| prompt | textures | camera | states | ROC AUC | EPIC distance, α = 0 | 0.25 | 0.5 | 0.75 |\n" + "|---" * 9 + "|"
+    )
+    for textures, camera in (("realistic", "fixed"), ("original", "original")):
+        scene = sac_clip_humanoid.Scene(SIZE, SIZE, textures, camera, 1, 128, torch.device("cpu"))
+        embedded, points = [], []
+        for chunk in states.split(1024):
+            frames, where = scene.draw(chunk)
+            embedded.append(reward_model.embed(frames))
+            points.append(where)
+        embedded, p = torch.cat(embedded), {name: torch.cat([some[name] for some in points]) for name in points[0]}
+        kneeling = sac_clip_humanoid.TASKS["kneeling"][1]
+        prompts = [(prompt, holds) for prompt, holds in sac_clip_humanoid.TASKS.values()]
+        for prompt, holds in prompts + [(prompt, kneeling) for prompt in KNEELING_REWORDINGS]:
+            goal = holds(p)
+            yes, no = goal.nonzero()[:, 0], (~goal).nonzero()[:, 0]
+            k = min(len(yes), len(no))
+            i = torch.cat([some[torch.from_numpy(rng.permutation(len(some))[:k])] for some in (yes, no)])
+            if k == 0:
+                continue
+            rewards = [
+                CLIPReward(f"local-dir:{folder}", prompt, HUMANOID_BASELINE, alpha).reward(embedded)
+                for alpha in (0, 0.25, 0.5, 0.75)
+            ]
+            distances = " | ".join(f"{epic_distance(reward[i], goal[i]):.3f}" for reward in rewards)
+            print(f"| {prompt} | {textures} | {camera} | {2 * k} | {roc_auc(rewards[0][i], goal[i]):.3f} | {distances} |")
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     if not args.evaluate:
@@ -429,6 +876,7 @@ if __name__ == "__main__":
     try:
         evaluate_cartpole(args.output)
         evaluate_mountaincar(args.output)
+        evaluate_humanoid(args.output)
     except RewardModelError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)

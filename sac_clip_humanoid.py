@@ -1,0 +1,1088 @@
+"""A humanoid robot that kneels because a sentence says so: SAC whose only reward is a CLIP model's opinion of the frame.
+
+    python sac_clip_humanoid.py --prompt "a humanoid robot kneeling"
+
+The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
+top to bottom: settings, environment, drawing, tasks, replay buffer, networks, evaluation, and the loop: act, label, learn, report.
+
+C MuJoCo moves the robots, mujoco_warp draws them, on a CPU or a CUDA GPU, without OpenGL and without a display. Several
+processes share the work, each with environments and a device of its own:
+
+    torchrun --nproc-per-node=2 sac_clip_humanoid.py --task kneeling
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import gymnasium
+import imageio.v3 as iio
+import mujoco
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+import warp as wp
+from PIL import Image, ImageDraw, ImageFont
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from clip_reward import CLIPReward, RewardModelError
+
+wp.config.log_level = wp.LOG_WARNING  # or it reports each kernel that it compiles or finds in its cache
+import mujoco_warp  # noqa: E402
+
+SCRIPT = Path(__file__).stem
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # this process among torchrun's
+
+
+@dataclass
+class Args:
+    """Teach a humanoid with a sentence: SAC on the reward of a CLIP model. The defaults learn fast; --paper has the paper's values."""
+
+    prompt: tuple[str, ...] = ()
+    """what the goal looks like; several sentences are averaged (default: the task's)"""
+    task: (
+        Literal[
+            "kneeling",
+            "lotus-position",
+            "standing-up",
+            "arms-raised",
+            "doing-splits",
+            "hands-on-hips",
+            "arms-crossed",
+            "standing-on-one-leg",
+        ]
+        | None
+    ) = None
+    """one of the paper's, with its prompt, and a success condition that is measured but never learned from
+    (default: the one that has the prompt, or kneeling if there is none)"""
+    baseline_prompt: tuple[str, ...] = ("a humanoid robot",)
+    """what the scene looks like in general"""
+    goal_baseline_alpha: float = 0.0
+    """α of goal-baseline regularization, 0 (plain cosine, as in the paper's Table 1) to 1"""
+    textures: Literal["realistic", "original"] = "realistic"
+    """how the scene is drawn: a robot of metal and plastic under the sky, or as Gymnasium does"""
+    camera: Literal["fixed", "original"] = "fixed"
+    """the paper's, in front of the robot, or the one of Gymnasium's XML, which follows it from the side"""
+    supersample: int = 1
+    """N: N x N samples a pixel"""
+    clip_model: str | None = None
+    """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny
+    (default: the paper's ViT-bigG-14/laion2b_s39b_b160k on CUDA, the bundled tiny on a CPU)"""
+    clip_batch_size: int = 128
+    """frames drawn and scored at once"""
+
+    paper: bool = False
+    """the paper's values instead of the defaults below; what the command line says holds all the same"""
+    seed: int = 1
+    """seed of the weights, the start states and the exploration"""
+    device: str | None = None
+    """cpu or cuda (default: cuda where there is one)"""
+    total_timesteps: int = 400_000
+    """environment steps over all environments, rounded up to whole rounds of one episode in each of them
+    (paper: 10,000,000, with a model that has never seen the scene)"""
+    num_envs: int = 32
+    """environments simulated side by side, over all processes"""
+    episode_length: int = 100
+    """steps of every episode, of 15 ms"""
+    gradient_steps: int = 200
+    """updates after each round (paper: 100)"""
+
+    learning_starts: int = 6_400
+    """random steps before learning (paper: 50,000)"""
+    learning_rate: float = 6e-4
+    """of Adam, for actor, critics and entropy coefficient"""
+    buffer_size: int = 1_000_000
+    """transitions kept, at least one round of them (Stable-Baselines3's default, as in the paper)"""
+    gamma: float = 0.95
+    """discount factor"""
+    tau: float = 0.005
+    """share of the critics that the target critics take over at each update"""
+    batch_size: int = 256
+    """transitions per update, over all processes (paper: 512)"""
+    ent_coef: float = 0.1
+    """weight of the policy's entropy at the start; it is then tuned to keep the entropy at -17, minus one per action (paper: 1.0)"""
+    normalize_obs: bool = True
+    """scale observations by their running mean and variance (paper: no)"""
+
+    run_dir: Path | None = None
+    """folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)"""
+    checkpoint_every: int = 128_000
+    """environment steps between two checkpoints"""
+    episodes: int = 100
+    """episodes of the final evaluation, or of --evaluate"""
+    resume: Path | None = None
+    """go on with the run in this folder, exactly and with its own settings"""
+    evaluate: Path | None = None
+    """only evaluate this checkpoint (with --episodes, --seed, --device) and make its video"""
+    track: bool = False
+    """log to Weights & Biases as well"""
+    wandb_project_name: str = "clip-reward"
+    """its project there"""
+
+    def to_save(self) -> dict:
+        """The settings that make a run what it is, as plain values."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items() if k not in ("resume", "evaluate")}
+
+
+PAPER = {"total_timesteps": 10_000_000, "gradient_steps": 100, "learning_starts": 50_000, "batch_size": 512, "ent_coef": 1.0}
+PAPER |= {"normalize_obs": False, "paper": True}
+
+# ---- Environment
+
+XML = Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml"
+MAX_CTRL = 0.4  # range of the XML's motors, and so of Gymnasium's actions
+FRAME_SKIP = 5  # simulation steps of 3 ms per environment step, as in Gymnasium
+OBS_SIZE, STATE_SIZE, ACTION_SIZE = 348, 24, 17
+
+
+class Humanoid:
+    """`num_envs` humanoids with the dynamics, start states and observations of Gymnasium's Humanoid-v5, all at the same step.
+
+    C MuJoCo steps them in float64 on threads, as many as PyTorch has, and gives the same result on any number of them. A state is
+    MuJoCo's qpos: position (m) and quaternion of the torso, then 17 joint angles (rad). As in the paper, no episode ends early,
+    because that would tell the agent what the task is: each lasts `episode_length` steps of 15 ms. Nothing resets itself: call `reset`.
+    """
+
+    def __init__(self, num_envs: int, episode_length: int, device: torch.device):
+        self.num_envs, self.episode_length, self.device = num_envs, episode_length, device
+        self.model = mujoco.MjModel.from_xml_path(str(XML))
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        # What Gymnasium observes (body 0, the world, has nothing to tell): views of MuJoCo's own memory.
+        self.views = [
+            (d.qpos[2:], d.qvel, d.cinert[1:].ravel(), d.cvel[1:].ravel(), d.qfrc_actuator[6:], d.cfrc_ext[1:].ravel())
+            for d in self.datas
+        ]
+        self.rngs = [np.random.default_rng() for _ in range(num_envs)]
+        self.obs, self.states = np.empty((num_envs, OBS_SIZE)), np.empty((num_envs, STATE_SIZE))
+        self.pool = ThreadPoolExecutor(torch.get_num_threads())
+
+    def reset(self, seed: int | None = None) -> tuple[torch.Tensor, dict]:
+        """Start all episodes anew -> obs (num_envs, 348) float32, infos: {"states": (num_envs, 24) float32}.
+
+        With a seed, environment i starts like `gymnasium.make("Humanoid-v5").reset(seed=seed + i)`.
+        """
+        if seed is not None:
+            self.rngs = [np.random.default_rng(seed + i) for i in range(self.num_envs)]
+        for data, rng in zip(self.datas, self.rngs):
+            mujoco.mj_resetData(self.model, data)
+            data.qpos[:] = self.model.qpos0 + rng.uniform(-0.01, 0.01, self.model.nq)
+            data.qvel[:] = rng.uniform(-0.01, 0.01, self.model.nv)
+        self.t = 0
+        self.each(mujoco.mj_forward)
+        return self.observe()
+
+    def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+        """Actions (num_envs, 17), torques in units of their motors, in ±0.4 -> obs, rewards, terminations, truncations, infos.
+
+        The rewards are 0: giving them is the CLIP model's task, once the frames are drawn from infos["states"].
+        """
+        for data, action in zip(self.datas, actions.cpu().numpy()):
+            data.ctrl[:] = action
+
+        def simulate(model: mujoco.MjModel, data: mujoco.MjData) -> None:
+            mujoco.mj_step(model, data, FRAME_SKIP)
+            mujoco.mj_rnePostConstraint(model, data)  # the contact forces of the observation
+
+        self.each(simulate)
+        self.t += 1
+        obs, infos = self.observe()
+        rewards = torch.zeros(self.num_envs, device=self.device)
+        terminations = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        return obs, rewards, terminations, torch.full_like(terminations, self.t >= self.episode_length), infos
+
+    def each(self, work: Callable) -> None:
+        """Do `work(model, data)` for every environment and write down what there is to observe."""
+
+        def some(first: int) -> None:
+            for i in range(first, self.num_envs, threads):
+                work(self.model, self.datas[i])
+                np.concatenate(self.views[i], out=self.obs[i])
+                self.states[i] = self.datas[i].qpos
+
+        threads = min(torch.get_num_threads(), self.num_envs)
+        list(self.pool.map(some, range(threads)))
+
+    def observe(self) -> tuple[torch.Tensor, dict]:
+        obs, states = (torch.tensor(array, dtype=torch.float32).to(self.device) for array in (self.obs, self.states))
+        return obs, {"states": states}
+
+
+# ---- Drawing
+
+
+def noise(points: torch.Tensor, cells: int) -> torch.Tensor:
+    """Smooth random values in [0, 1] at points (..., 3) of the cube [-1, 1]³: static of ever finer grain, the finer the fainter."""
+    rng = torch.Generator().manual_seed(3)  # clouds in view of the fixed camera
+    static = [torch.rand(1, 1, *[cells << k] * 3, generator=rng) / 2**k for k in range(4)]
+    where = points.view(1, 1, 1, -1, 3)
+    smooth = sum(F.grid_sample(grain, where, padding_mode="reflection", align_corners=False) for grain in static)
+    return ((smooth - smooth.min()) / (smooth.max() - smooth.min())).view(points.shape[:-1])
+
+
+def mix(one: tuple | torch.Tensor, other: tuple | torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Two colours or pictures (..., 3), the second with a share, cut to [0, 1], of each pixel."""
+    one, other = (torch.tensor(it, dtype=torch.float32) if isinstance(it, tuple) else it for it in (one, other))
+    return one + (other - one) * share.clamp(0, 1)[..., None]
+
+
+def paint_sky(size: int = 256) -> torch.Tensor:
+    """Blue, paler towards the horizon, with clouds: a sky box, the six faces of OpenGL's cube map one below the other."""
+    t, s = torch.meshgrid(*[(torch.arange(size) + 0.5) / size * 2 - 1] * 2, indexing="ij")
+    one = torch.ones_like(s)
+    cube = torch.stack([one, -t, -s, -one, -t, s, s, one, t, s, -one, -t, s, -t, one, -s, -t, -one]).view(6, 3, size, size)
+    direction = F.normalize(torch.stack([cube[:, 0], -cube[:, 2], cube[:, 1]], dim=-1), dim=-1)  # MuJoCo's z is the cube's y
+    up = direction[..., 2]
+    pixels = mix((205, 226, 245), (58, 120, 205), up * 2.2)
+    clouds = noise(direction * torch.tensor([1, 1, 3]) / 3, 12)
+    return mix(pixels, (255, 255, 255), (clouds - 0.5) * 7 * (up * 25).clamp(0, 1)).reshape(6 * size, size, 3)
+
+
+def paint_tiles(size: int = 512, tiles: int = 4) -> torch.Tensor:
+    """Stone tiles with dark joints. They are calm: at 64 pixels a chessboard would be most of what a model sees."""
+    y, x = torch.meshgrid(*[(torch.arange(size) + 0.5) / size * tiles] * 2, indexing="ij")
+    shade = torch.rand(tiles, tiles, generator=torch.Generator().manual_seed(0))[y.long(), x.long()]
+    edge = torch.minimum((x - x.round()).abs(), (y - y.round()).abs())
+    return mix((112, 108, 102), mix((150, 146, 138), (166, 162, 152), shade), (edge - 0.015) * 60)
+
+
+def paint_face(size: int = 128) -> torch.Tensor:
+    """The head's map, longitude across and latitude down: a dark visor with two eyes that looks forwards, where the map's ends meet."""
+    image = Image.new("RGB", (2 * size, size), (236, 238, 240))
+    pen = ImageDraw.Draw(image)
+    for middle in (0, 2 * size):
+        pen.rounded_rectangle((middle - 46, 40, middle + 46, 78), 14, (24, 28, 36))
+        for eye in (middle - 20, middle + 20):
+            pen.ellipse((eye - 9, 50, eye + 9, 68), (90, 220, 255))
+    return torch.from_numpy(np.array(image))
+
+
+PLASTIC, METAL = (0.3, 0.5), (0.9, 0.7)  # specular, shininess
+MATERIALS = {  # of the realistic look: colour, surface, and the ends of the names of the geoms made of it
+    "white": ((232, 234, 238), PLASTIC, ("torso1", "butt")),
+    "steel": ((128, 134, 144), METAL, ("uwaist", "lwaist")),
+    "orange": ((240, 120, 20), PLASTIC, ("uarm1",)),
+    "yellow": ((250, 196, 50), PLASTIC, ("larm",)),
+    "blue": ((30, 84, 190), PLASTIC, ("thigh1",)),
+    "silver": ((206, 210, 216), METAL, ("shin1",)),
+    "black": ((36, 38, 44), PLASTIC, ("hand", "foot")),
+    "face": ((255, 255, 255), PLASTIC, ("head",)),
+    "tiles": ((255, 255, 255), (0.0, 0.0), ("floor",)),
+}
+
+
+def scene_model(textures: str) -> mujoco.MjModel:
+    """Gymnasium's humanoid with the paper's camera, "fixed", beside the XML's own, "track", and dressed as `textures` says."""
+    spec = mujoco.MjSpec.from_file(str(XML))
+    spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON  # mujoco_warp has no PGS; nothing is solved here anyway
+    elevation, distance = math.radians(-10), 3.5
+    sin, cos = math.sin(elevation), math.cos(elevation)
+    camera = spec.worldbody.add_camera(name="fixed", pos=[distance * cos, 0, 1 - distance * sin])  # azimuth 180°, at (0, 0, 1)
+    camera.alt.type = mujoco.mjtOrientation.mjORIENTATION_XYAXES
+    camera.alt.xyaxes = [0, 1, 0, sin, 0, cos]
+    if textures == "original":
+        return spec.compile()
+
+    spec.delete(next(texture for texture in spec.textures if texture.type == mujoco.mjtTexture.mjTEXTURE_SKYBOX))
+    for name, kind, pixels in (
+        ("sky", mujoco.mjtTexture.mjTEXTURE_SKYBOX, paint_sky()),
+        ("tiles", mujoco.mjtTexture.mjTEXTURE_2D, paint_tiles()),
+        ("face", mujoco.mjtTexture.mjTEXTURE_2D, paint_face()),
+    ):
+        height, width, channels = pixels.shape
+        texture = spec.add_texture(name=name, type=kind, width=width, height=height, nchannel=channels)
+        texture.data = pixels.round().byte().numpy().tobytes()
+    for name, (colour, (specular, shininess), parts) in MATERIALS.items():
+        rgba = [c / 255 for c in colour] + [1]
+        material = spec.add_material(name=name, rgba=rgba, specular=specular, shininess=shininess)
+        if name in ("tiles", "face"):
+            material.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = name
+            material.texrepeat = (10, 10) if name == "tiles" else (1, 1)  # tiles of 1 m on a floor of 40 m
+        for geom in spec.geoms:
+            if geom.name.endswith(parts):
+                geom.material, geom.rgba = name, [0.5, 0.5, 0.5, 1]  # MuJoCo's default rgba: the material's colour counts
+    sun = spec.lights[0]
+    sun.dir, sun.diffuse, sun.specular = [-0.5, 0.35, -1], [0.75, 0.73, 0.68], [0.4, 0.4, 0.4]
+    spec.visual.headlight.ambient = [0.38, 0.4, 0.44]
+    spec.visual.headlight.diffuse, spec.visual.headlight.specular = [0.12] * 3, [0] * 3
+    return spec.compile()
+
+
+# Where the parts of the body are: at geoms' middles, or at the bodies that begin in those joints.
+GEOM_POINTS = {"head": "head", "seat": "butt"} | {f"{s}_{p}": f"{s}_{p}" for s in ("right", "left") for p in ("hand", "foot")}
+BODY_POINTS = {"hip": "thigh", "knee": "shin", "shoulder": "upper_arm", "elbow": "lower_arm"}
+BODY_POINTS = {f"{side}_{point}": f"{side}_{body}" for side in ("right", "left") for point, body in BODY_POINTS.items()}
+
+
+class Scene:
+    """States -> frames and body points, ray-traced by mujoco_warp on the device: no OpenGL, no display.
+
+    On a CPU, mujoco_warp runs on one thread; so each of PyTorch's threads has worlds of its own. The first use ever on a machine
+    compiles kernels for some ten seconds; they are kept in the user's cache folder.
+    """
+
+    def __init__(
+        self, height: int, width: int, textures: str, camera: str, supersample: int, batch_size: int, device: torch.device
+    ):
+        self.height, self.width, self.device = height, width, device
+        wp.init()
+        self.warp_device = wp.device_from_torch(device)
+        model = scene_model(textures)
+        self.geoms = [model.geom(name).id for name in GEOM_POINTS.values()]
+        self.bodies = [model.body(name).id for name in BODY_POINTS.values()]
+        data = mujoco.MjData(model)
+        mujoco.mj_forward(model, data)
+        self.painters = []
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        with wp.ScopedDevice(self.warp_device):
+            for _ in range(threads):
+                nworld = -(-batch_size // threads)  # drawn at once
+                context = mujoco_warp.create_render_context(
+                    model,
+                    nworld,
+                    (width, height),
+                    cam_active=["fixed" if camera == "fixed" else "track"],
+                    render_rgb=True,
+                    render_depth=False,
+                    render_seg=False,
+                    render_skybox=True,
+                    use_shadows=True,
+                    samples_per_pixel=supersample,
+                    enable_emission=False,  # nothing in the scene has any
+                    enable_per_light_ambient=False,
+                )
+                painter = mujoco_warp.put_model(model), mujoco_warp.put_data(model, data, nworld=nworld), context
+                self.painters.append(painter)
+        self.pool = ThreadPoolExecutor(len(self.painters))
+
+    def draw(self, states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """States (N, 24) -> frames (N, 3, height, width) uint8, and where each point of the body is (N, 3), m, by its name."""
+        n = self.painters[0][1].nworld
+        frames = torch.empty(len(states), self.height, self.width, 3, dtype=torch.uint8, device=self.device)
+        points = torch.empty(len(states), len(GEOM_POINTS) + len(BODY_POINTS), 3, device=self.device)
+
+        def paint(k: int) -> None:
+            model, data, context = self.painters[k]
+            with wp.ScopedDevice(self.warp_device):
+                if self.device.type == "cuda":  # in step with PyTorch
+                    wp.set_stream(wp.stream_from_torch(torch.cuda.current_stream(self.device)))
+                for first in range(k * n, len(states), n * len(self.painters)):
+                    last = min(first + n, len(states))
+                    wp.to_torch(data.qpos)[: last - first] = states[first:last]  # what the other worlds show does not matter
+                    mujoco_warp.kinematics(model, data)
+                    mujoco_warp.com_pos(model, data)
+                    mujoco_warp.camlight(model, data)
+                    mujoco_warp.refit_bvh(model, data, context)
+                    mujoco_warp.render(model, data, context)
+                    pixels = wp.to_torch(context.rgb_data)[: last - first].view(torch.uint8)  # a view: blue, green, red, alpha
+                    frames[first:last] = pixels.view(-1, self.height, self.width, 4)[..., :3].flip(-1)
+                    points[first:last, : len(self.geoms)] = wp.to_torch(data.geom_xpos)[: last - first, self.geoms]
+                    points[first:last, len(self.geoms) :] = wp.to_torch(data.xpos)[: last - first, self.bodies]
+
+        list(self.pool.map(paint, range(len(self.painters))))
+        return frames.permute(0, 3, 1, 2), dict(zip([*GEOM_POINTS, *BODY_POINTS], points.unbind(1)))
+
+
+# ---- The tasks: what a person would have to see in the frame (paper, Table 2), from where the parts of the body are.
+# No agent ever learns from these conditions. They are the ground truth beside the CLIP reward, so that reward hacking shows.
+
+HEAD, SEAT, KNEE, FOOT = 0.09, 0.09, 0.049, 0.075  # radii, m: so high is the middle of a part that lies on the floor
+TOUCH = 0.04  # m above the floor that pass for touching it
+
+
+def tilt(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Angle between the trunk, from the seat to the head, and the vertical (N,), degrees: upright is 0."""
+    return torch.rad2deg(torch.acos(F.normalize(p["head"] - p["seat"], dim=-1)[..., 2].clamp(-1, 1)))
+
+
+def bend(p: dict[str, torch.Tensor], side: str) -> torch.Tensor:
+    """How far a knee is bent (N,), degrees: a straight leg is 0."""
+    thigh, shin = (F.normalize(p[f"{side}_{b}"] - p[f"{side}_{a}"], dim=-1) for a, b in (("hip", "knee"), ("knee", "foot")))
+    return torch.rad2deg(torch.acos((thigh * shin).sum(-1).clamp(-1, 1)))
+
+
+def spread(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Angle between the legs, from hips to feet, seen from above (N,), degrees."""
+    right, left = (F.normalize((p[f"{side}_foot"] - p[f"{side}_hip"])[..., :2], dim=-1) for side in ("right", "left"))
+    return torch.rad2deg(torch.acos((right * left).sum(-1).clamp(-1, 1)))
+
+
+def leftwards(p: dict[str, torch.Tensor], part: str, of: str = "seat") -> torch.Tensor:
+    """How far a part is to the robot's left of another one (N,), m."""
+    left = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1)
+    return ((p[part] - p[of]) * left).sum(-1)
+
+
+def forwards(p: dict[str, torch.Tensor], part: str, of: str = "seat") -> torch.Tensor:
+    """How far a part is in front of another one, as the trunk sees it (N,), m."""
+    left, up = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1), F.normalize(p["head"] - p["seat"], dim=-1)
+    return ((p[part] - p[of]) * F.normalize(torch.linalg.cross(left, up), dim=-1)).sum(-1)
+
+
+def on_floor(p: dict[str, torch.Tensor], part: str, radius: float, tolerance: float = TOUCH) -> torch.Tensor:
+    """Do both of the knees or feet touch the floor? (N,) bool."""
+    return torch.maximum(p[f"right_{part}"][..., 2], p[f"left_{part}"][..., 2]) <= radius + tolerance
+
+
+def kneeling(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Both knees on the floor, in balance: the trunk within 45° of upright, and not sitting on the floor."""
+    return on_floor(p, "knee", KNEE) & (tilt(p) <= 45) & (p["seat"][..., 2] > SEAT + TOUCH)
+
+
+def lotus_position(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Seated on the floor or on the feet, both knees on the floor and outside the hips, the feet between the knees."""
+    seated = (p["seat"][..., 2] <= SEAT + 2 * FOOT + TOUCH) & (tilt(p) <= 45)
+    wide, together = ((p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1) for part in ("knee", "foot"))
+    return seated & on_floor(p, "knee", KNEE, 2 * TOUCH) & (wide >= 0.5) & (together <= wide - 0.2)
+
+
+def standing_up(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """On at least one foot, the trunk within 30° of upright, the head at four fifths of its full height of 1.48 m or above."""
+    feet = torch.minimum(p["right_foot"][..., 2], p["left_foot"][..., 2])
+    return (feet <= FOOT + TOUCH) & (tilt(p) <= 30) & (p["head"][..., 2] >= 1.2)
+
+
+def arms_raised(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Standing, both hands above the middle of the head."""
+    hands = torch.minimum(p["right_hand"][..., 2], p["left_hand"][..., 2])
+    return standing_up(p) & (hands >= p["head"][..., 2])
+
+
+def doing_splits(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """On the floor, both legs on the floor and straight within 45°, 90° or more between them (the joints allow 120°)."""
+    down = (
+        (p["seat"][..., 2] <= SEAT + 2 * TOUCH) & on_floor(p, "knee", KNEE, 2 * TOUCH) & on_floor(p, "foot", FOOT, 2 * TOUCH)
+    )
+    straight = torch.maximum(bend(p, "right"), bend(p, "left")) <= 45
+    return down & straight & (spread(p) >= 90) & (tilt(p) <= 60)
+
+
+def hands_on_hips(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Standing, each hand within 20 cm of the hip joint on its side (the hip itself is 9 cm thick, the hand 4)."""
+    far = torch.maximum(*((p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in ("right", "left")))
+    return standing_up(p) & (far <= 0.2)
+
+
+def arms_crossed(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Standing, each hand at least 5 cm beyond the middle, in front of the trunk between seat and shoulders."""
+    beyond = torch.minimum(leftwards(p, "right_hand"), -leftwards(p, "left_hand")) >= 0.05
+    front = torch.minimum(forwards(p, "right_hand"), forwards(p, "left_hand")) > 0
+    low, high = p["seat"][..., 2], p["head"][..., 2]
+    between = [(p[f"{side}_hand"][..., 2] > low) & (p[f"{side}_hand"][..., 2] < high) for side in ("right", "left")]
+    return standing_up(p) & beyond & front & between[0] & between[1]
+
+
+def standing_on_one_leg(p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Standing with exactly one foot on the floor, the other at least 10 cm above it."""
+    return standing_up(p) & (torch.maximum(p["right_foot"][..., 2], p["left_foot"][..., 2]) >= FOOT + 0.1)
+
+
+TASKS = {  # goal prompt (paper, Table 3) and success condition of each
+    "kneeling": ("a humanoid robot kneeling", kneeling),
+    "lotus-position": ("a humanoid robot seated down, meditating in the lotus position", lotus_position),
+    "standing-up": ("a humanoid robot standing up", standing_up),
+    "arms-raised": ("a humanoid robot standing up, with both arms raised", arms_raised),
+    "doing-splits": ("a humanoid robot practicing gymnastics, doing the side splits", doing_splits),
+    "hands-on-hips": ("a humanoid robot standing up with hands on hips", hands_on_hips),
+    "arms-crossed": ("a humanoid robot standing up, with its arms crossed", arms_crossed),
+    "standing-on-one-leg": ("a humanoid robot standing up on one leg", standing_on_one_leg),
+}
+
+
+# ---- Replay buffer and networks
+
+
+class ReplayBuffer:
+    """A ring of transitions in preallocated tensors on the device. They enter unlabelled, and only labelled ones are sampled.
+
+    Beside each transition stands the state after it, to be drawn when it is labelled: 24 numbers instead of a frame. There is no
+    "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no property of
+    the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
+    """
+
+    FIELDS = ("obs", "next_obs", "actions", "rewards", "states")
+
+    def __init__(self, capacity: int, device: torch.device):
+        self.capacity, self.device = capacity, device
+        # Empty, not zeros: on a CPU memory is taken only as the buffer fills.
+        self.obs = torch.empty(capacity, OBS_SIZE, device=device)
+        self.next_obs = torch.empty(capacity, OBS_SIZE, device=device)
+        self.actions = torch.empty(capacity, ACTION_SIZE, device=device)
+        self.rewards = torch.full((capacity,), math.nan, device=device)  # a reward that was never written spoils the loss
+        self.states = torch.empty(capacity, STATE_SIZE, device=device)
+        self.pos = self.size = self.num_unlabelled = 0  # next place to write; transitions held; how many of them unlabelled
+
+    def add(self, obs: torch.Tensor, next_obs: torch.Tensor, actions: torch.Tensor, states: torch.Tensor) -> None:
+        """Append one transition of each environment, without rewards."""
+        n = len(actions)
+        i = (self.pos + torch.arange(n, device=self.device)) % self.capacity
+        self.obs[i], self.next_obs[i], self.actions[i] = obs, next_obs, actions
+        self.states[i], self.rewards[i] = states, math.nan
+        self.pos = (self.pos + n) % self.capacity
+        self.size = min(self.size + n, self.capacity)
+        self.num_unlabelled = min(self.num_unlabelled + n, self.capacity)
+
+    def unlabelled(self, batch_size: int) -> Iterator[torch.Tensor]:
+        """Indices of the unlabelled transitions, oldest first, in batches; a batch counts as labelled when the next is asked for."""
+        i = (self.pos - self.num_unlabelled + torch.arange(self.num_unlabelled, device=self.device)) % self.capacity
+        for batch in i.split(batch_size):
+            yield batch
+            self.num_unlabelled -= len(batch)
+
+    def sample(self, batch_size: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Labelled transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
+        i = torch.randint(self.size - self.num_unlabelled, (batch_size,), generator=rng, device=self.device)
+        i = (self.pos - self.size + i) % self.capacity  # counted from the oldest
+        return self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i]
+
+    def state_dict(self) -> dict:
+        # Copies of parts only: torch.save would write the whole of what a part is a view of.
+        tensors = {name: getattr(self, name) for name in self.FIELDS}
+        tensors = {name: t if self.size == self.capacity else t[: self.size].clone() for name, t in tensors.items()}
+        return tensors | {"pos": self.pos, "size": self.size, "num_unlabelled": self.num_unlabelled}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.pos, self.size, self.num_unlabelled = state["pos"], state["size"], state["num_unlabelled"]
+        for name in self.FIELDS:
+            getattr(self, name)[: self.size] = state[name]
+
+
+class Normalize(nn.Module):
+    """Observations (N, 348) -> the same scaled by the mean and variance of all that `update` has seen, cut to ±10."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(OBS_SIZE))
+        self.register_buffer("var", torch.ones(OBS_SIZE))
+
+    def update(self, obs: torch.Tensor) -> None:
+        """Take in observations (N, 348) of this process, and of all the others."""
+        obs = obs.double()  # in single precision the variance of what hardly varies is lost to rounding
+        sums = total(torch.cat([obs.new_tensor([len(obs)]), obs.sum(0), obs.square().sum(0)]))
+        count, mean, square = sums[0], *(sums[1:].view(2, OBS_SIZE) / sums[0])
+        var = (square - mean.square()).clamp(0)
+        share, delta = count / (self.count + count), mean - self.mean  # of the new ones (Chan et al.'s parallel variance)
+        self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
+        self.mean.add_(share * delta)
+        self.count.add_(count)
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return ((obs - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+
+
+LOG_STD_MIN, LOG_STD_MAX = -5, 2
+
+
+class SoftQNetwork(nn.Module):
+    """Normalized observations (N, 348) and actions (N, 17) -> action values (N,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(OBS_SIZE + ACTION_SIZE, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)
+        )
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        return self.net(torch.cat([obs, actions], dim=1)).squeeze(1)
+
+
+class Actor(nn.Module):
+    """Normalized observations (N, 348) -> mean and log standard deviation (N, 17) of a Gaussian; its sample's tanh is the action."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(OBS_SIZE, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2 * ACTION_SIZE)
+        )
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_std = self.net(obs).split(ACTION_SIZE, dim=1)
+        return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Observations (N, 348), standard normal noise (N, 17) -> actions (N, 17) in (-1, 1), their log probabilities (N,)."""
+        mean, log_std = self(obs)
+        raw = mean + log_std.exp() * noise
+        log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_prob -= 2 * (math.log(2) - raw - F.softplus(-2 * raw))  # log of tanh's slope, 1 - tanh², without underflow
+        return raw.tanh(), log_prob.sum(1)
+
+
+# ---- Several processes
+
+
+def total(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of all processes' tensors, in place."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def average_gradients(parameters: list[torch.Tensor]) -> None:
+    if WORLD_SIZE > 1:
+        gradients = total(torch.cat([p.grad.view(-1) for p in parameters])) / WORLD_SIZE
+        for p, gradient in zip(parameters, gradients.split([p.numel() for p in parameters])):
+            p.grad.copy_(gradient.view_as(p))
+
+
+def my_part(n: int) -> tuple[int, int]:
+    """Where this process's share of n things begins, and how many they are."""
+    first, last = (n * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
+    return first, last - first
+
+
+# ---- Evaluation, pictures, files
+
+
+@torch.no_grad()
+def evaluate(actor: Actor, obs_norm: nn.Module, scene: Scene, reward_model: CLIPReward, args: Args) -> tuple[dict, ...]:
+    """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 24), their CLIP rewards."""
+    envs = Humanoid(args.episodes, args.episode_length, reward_model.device)
+    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # start states that training has not seen
+    states = []
+    for _ in range(args.episode_length):
+        obs, _, _, _, infos = envs.step(MAX_CTRL * actor(obs_norm(obs))[0].tanh())
+        states.append(infos["states"])
+    states = torch.stack(states)
+    chunks = tqdm(states.flatten(0, 1).split(args.clip_batch_size), desc=f"score {args.episodes} episodes", leave=False)
+    rewards, goals = zip(*[score(chunk, scene, reward_model, args.task) for chunk in chunks])
+    rewards, goals = torch.cat(rewards).view(states.shape[:2]), torch.cat(goals).view(states.shape[:2])
+    metrics = {"clip_return": rewards.sum(0).mean().item()}
+    if args.task:
+        metrics = {
+            "success_rate": success_rate(goals).item(),
+            **metrics,
+            "ground_truth_return": goals.float().sum(0).mean().item(),
+        }
+    return metrics, states, rewards
+
+
+def score(states: torch.Tensor, scene: Scene, reward_model: CLIPReward, task: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """States (N, 24) -> CLIP rewards (N,), and whether the task's condition holds (N,) bool (never, where there is no task)."""
+    frames, points = scene.draw(states)
+    rewards = reward_model(frames)
+    return rewards, TASKS[task][1](points) if task else torch.zeros_like(rewards, dtype=torch.bool)
+
+
+def success_rate(goals: torch.Tensor) -> torch.Tensor:
+    """Whether the condition holds (T, N) -> share of the episodes in which it does at half of the steps or more (paper, Table 2)."""
+    return (goals.float().mean(0) >= 0.5).float().mean()
+
+
+def picture(states: torch.Tensor, rewards: torch.Tensor, args: Args) -> Image.Image:
+    """States (T, N, 24) and their rewards (T, N) -> a contact sheet: eight frames of an episode a row, with step and CLIP reward."""
+    size, device = 240, states.device
+    steps = torch.linspace(0, len(states) - 1, 8).round().long().to(device)
+    scene = Scene(size - 4, size - 4, args.textures, args.camera, 2, 8, device)
+    sheet = Image.new("RGB", (8 * size, states.shape[1] * (size + 22)), "gray")
+    pen = ImageDraw.Draw(sheet)
+    for row in range(states.shape[1]):
+        for k, frame in enumerate(scene.draw(states[steps, row])[0].permute(0, 2, 3, 1).cpu().numpy()):
+            text = f"step {steps[k] + 1}   reward {rewards[steps[k], row]:.3f}"
+            sheet.paste(Image.fromarray(frame), (k * size + 2, row * (size + 22) + 2))
+            pen.text((k * size + 40, row * (size + 22) + size), text, "white", ImageFont.load_default(14))
+    return sheet
+
+
+def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, args: Args) -> None:
+    """States (T, N, 24) and rewards (T, N) -> the N episodes one after another as an mp4, each frame with its CLIP reward."""
+    temporary = path.with_suffix(".tmp.mp4")
+    scene = Scene(384, 384, args.textures, args.camera, 2, 10, states.device)
+    with iio.imopen(temporary, "w", plugin="pyav") as file:
+        file.init_video_stream("libx264", fps=30)  # less than half of the real speed, which is 67
+        for episode in range(states.shape[1]):
+            frames = [scene.draw(chunk)[0].permute(0, 2, 3, 1) for chunk in states[:, episode].split(10)]
+            for frame, reward in zip(torch.cat(frames).cpu().numpy(), rewards[:, episode]):
+                frame = Image.fromarray(frame)
+                text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
+                ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
+                file.write_frame(np.asarray(frame))
+    os.replace(temporary, path)
+
+
+def report_evaluation(path: Path, args: Args, metrics: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
+    """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
+    versions = {name: version(name) for name in ("torch", "open_clip_torch", "mujoco", "mujoco_warp")}
+    sheet = picture(states[:, :4], rewards[:, :4], args)
+    sheet.save(f"{path}.png")
+    write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3], args)
+    save(Path(f"{path}.json"), metrics | {"settings": args.to_save(), "versions": versions})
+    print(f"{'prompt':>20}  {'; '.join(args.prompt)}")
+    for name, value in metrics.items():
+        print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
+    print(f"{'written to':>20}  {path}.json, .mp4, .png")
+    return sheet
+
+
+def save(path: Path, content: dict) -> None:
+    """Write a .pt or .json file whole or not at all: a kill at any moment leaves the old one."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        if path.suffix == ".json":
+            file.write((json.dumps(content, indent=2) + "\n").encode())
+        else:
+            torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def fail(message: str) -> None:
+    if RANK == 0:
+        print(f"{SCRIPT}.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The checkpoint that --resume or --evaluate names -> its settings with what the command line may change, and its content."""
+    path = args.evaluate or args.resume / "checkpoint.pt"
+    if not os.path.isfile(path):
+        fail(f"there is no checkpoint {path}{': give the best.pt in it' if os.path.isdir(path) else ''}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "processes") not in checkpoint:
+            raise ValueError
+        own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
+    except Exception:  # whatever the file holds instead
+        fail(f"{path} is not a checkpoint of {SCRIPT}.py{' that can be resumed' if args.resume else ''}")
+    if args.resume and checkpoint["processes"] != WORLD_SIZE:
+        fail(f"this run has {checkpoint['processes']} processes, not {WORLD_SIZE}: give torchrun as many (--nproc-per-node)")
+    if args.resume:
+        try:
+            path = process_file(args.resume, checkpoint["global_step"])
+            checkpoint |= torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:
+            fail(f"{path}, the part of the checkpoint that belongs to process {RANK}, is missing or broken")
+    own.run_dir = args.resume or args.evaluate.parent
+    own.device = None if args.evaluate else own.device  # a run goes on exactly on its own kind of device only
+    args = tyro.cli(Args, default=own)
+    changed = {name for name, value in asdict(args).items() if value != getattr(own, name)}
+    changed -= {"episodes", "seed", "device"} if args.evaluate else set()
+    if changed:
+        fail(
+            f"{path} brings its own settings: leave out {', '.join('--' + name.replace('_', '-') for name in sorted(changed))}"
+        )
+    return args, checkpoint
+
+
+def process_file(run_dir: Path, global_step: int) -> Path:
+    """Where this process keeps its own part of the checkpoint of that step: replay buffer and random states."""
+    return run_dir / f"checkpoint_{global_step}_process{RANK}.pt"
+
+
+def read_settings() -> tuple[Args, dict | None]:
+    """The command line -> checked settings and, with --resume or --evaluate, the checkpoint that most of them come from."""
+    args, checkpoint = tyro.cli(Args), None
+    if args.resume and args.evaluate:
+        fail("--resume goes on with a training, --evaluate only looks at one: give one of the two")
+    if args.resume or args.evaluate:
+        args, checkpoint = read_checkpoint(args)
+    elif args.paper:
+        args = tyro.cli(Args, default=replace(Args(), **PAPER))
+    for name, value in asdict(args).items():
+        flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
+        if type(value) is int and not least <= value < 2**62:
+            fail(f"{flag} must be at least {least}{' and less than 2^62' if value > least else ''}, not {value}")
+        if type(value) is float and not 0 <= value <= 1:
+            fail(f"{flag} must lie between 0 and 1, not {value}")
+    if args.ent_coef == 0:
+        fail("--ent-coef must be above 0: it is tuned by factors")
+    if min(args.num_envs, args.batch_size) < WORLD_SIZE:
+        fail(f"{WORLD_SIZE} processes need --num-envs and --batch-size of at least {WORLD_SIZE}")
+    if args.evaluate and WORLD_SIZE > 1:
+        fail("--evaluate is the work of one process: leave out torchrun")
+    args.task = args.task or (None if args.prompt else "kneeling")
+    args.prompt = args.prompt or (TASKS[args.task][0],)
+    args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device.split(":")[0] not in ("cpu", "cuda"):
+        fail(f"no device {args.device} here: only cpu and cuda are supported")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # no driver, no such GPU, a CPU-only build of PyTorch
+        hint = "a run goes on only on its own kind of device" if args.resume else "try --device cpu"
+        fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
+    args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
+    args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
+    if not checkpoint and os.path.exists(args.run_dir):
+        resumable = os.path.exists(args.run_dir / "checkpoint.pt")
+        fail(f"{args.run_dir} exists: choose another --run-dir{f' or --resume {args.run_dir}' if resumable else ''}")
+    target = args.evaluate or args.run_dir
+    folder = args.resume or next(parent for parent in target.absolute().parents if os.path.exists(parent))
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        fail(f"cannot write to {target}: {folder} is not a folder that can be written to")
+    if args.track and not find_spec("wandb"):
+        fail("--track needs Weights & Biases: pip install wandb")
+    return args, checkpoint
+
+
+# ---- The loop
+
+
+def main() -> None:
+    args, checkpoint = read_settings()
+    device = torch.device(args.device)
+    if WORLD_SIZE > 1:
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        reward_model = CLIPReward(
+            args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size
+        )
+    except RewardModelError as error:
+        fail(str(error))
+    about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
+    if RANK == 0:
+        print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} on {args.device}")
+        print(f"prompt {'; '.join(args.prompt)}; {f'success is measured as {args.task}' if args.task else 'no known task'}")
+    if RANK == 0 and not args.evaluate:
+        print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
+    scene = Scene(*reward_model.size, args.textures, args.camera, args.supersample, args.clip_batch_size, device)
+
+    torch.manual_seed(args.seed)
+    actor, qf1, qf2, qf1_target, qf2_target = (net().to(device) for net in (Actor, *[SoftQNetwork] * 4))
+    qf1_target.load_state_dict(qf1.state_dict())
+    qf2_target.load_state_dict(qf2.state_dict())
+    obs_norm = Normalize().to(device) if args.normalize_obs else nn.Identity()
+    if args.evaluate:
+        actor.load_state_dict(checkpoint["actor"])
+        obs_norm.load_state_dict(checkpoint["obs_norm"])
+        path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
+        report_evaluation(path, args, *evaluate(actor, obs_norm, scene, reward_model, args))
+        return
+    log_ent_coef = torch.tensor(math.log(args.ent_coef), device=device, requires_grad=True)
+    actor_parameters, q_parameters = list(actor.parameters()), [*qf1.parameters(), *qf2.parameters()]
+    q_target_parameters = [*qf1_target.parameters(), *qf2_target.parameters()]
+    actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
+    q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
+    ent_coef_optimizer = torch.optim.Adam([log_ent_coef], lr=args.learning_rate, fused=True)
+    (first_env, num_envs), (_, batch_size) = my_part(args.num_envs), my_part(args.batch_size)  # of this process
+    rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, num_envs * args.episode_length), device)
+    envs = Humanoid(num_envs, args.episode_length, device)
+    envs.reset(seed=args.seed + first_env)
+    rng = torch.Generator(device).manual_seed(args.seed + RANK)  # exploration and sampling
+    global_step, best_return, training_seconds = 0, -math.inf, 0.0
+    parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target, "obs_norm": obs_norm}
+    parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
+
+    def save_checkpoint() -> None:
+        """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU.
+
+        Each process writes a file of its own, named by the step; then the first one replaces checkpoint.pt, which names the step.
+        """
+        own = {"rb": rb.state_dict(), "rng": rng.get_state(), "envs_rngs": [r.bit_generator.state for r in envs.rngs]}
+        save(process_file(args.run_dir, global_step), own)
+        if WORLD_SIZE > 1:
+            dist.barrier()
+        if RANK == 0:
+            counters = {"global_step": global_step, "best_return": best_return, "processes": WORLD_SIZE}
+            content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
+            content |= {"log_ent_coef": log_ent_coef.detach()} | {name: part.state_dict() for name, part in parts.items()}
+            save(args.run_dir / "checkpoint.pt", content)
+            for old in args.run_dir.glob("checkpoint_*_process*.pt"):
+                if not old.name.startswith(f"checkpoint_{global_step}_"):
+                    old.unlink()
+
+    if args.track and RANK == 0:
+        import wandb
+
+        name = args.run_dir.name
+        wandb.init(project=args.wandb_project_name, id=name, config=args.to_save(), resume="allow", sync_tensorboard=True)
+    if args.resume:
+        global_step, best_return = checkpoint["global_step"], checkpoint["best_return"]
+        training_seconds = checkpoint["training_seconds"]
+        if global_step >= args.total_timesteps and RANK == 0:
+            print("this run is already trained: only its evaluation is made again")
+        rng.set_state(checkpoint["rng"])
+        rb.load_state_dict(checkpoint["rb"])
+        for env_rng, state in zip(envs.rngs, checkpoint["envs_rngs"]):
+            env_rng.bit_generator.state = state
+        log_ent_coef.data.copy_(checkpoint["log_ent_coef"])
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        del checkpoint  # the replay buffer is large
+    else:
+        try:
+            args.run_dir.mkdir(parents=True, exist_ok=RANK > 0)
+        except OSError as error:
+            fail(f"cannot write to {args.run_dir}: {error.strerror}")
+        save_checkpoint()
+    if RANK == 0:
+        # What a killed run logged after its last checkpoint is to be forgotten: hence purge_step.
+        writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
+        rows = "\n".join(f"|{name}|{value}|" for name, value in args.to_save().items())
+        writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{rows}")
+
+    stop = []  # the signal that asks to stop, once it came; the round in progress is finished first
+
+    def request_stop(signum: int, _) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(signum)
+        os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
+
+    def stopping() -> bool:
+        return total(torch.tensor(len(stop), device=device)).item() > 0  # all processes, or none
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    progress = tqdm(
+        total=args.total_timesteps, initial=global_step, unit="step", desc="train", smoothing=0.05, disable=RANK > 0
+    )
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    while global_step < args.total_timesteps and not stopping():
+        seconds = dict.fromkeys(("simulate", "draw", "clip", "update"), 0.0)
+        start, step_before = clock(), global_step
+
+        # ---- Act: one episode in all environments at once. The transitions enter the buffer without rewards.
+        obs, _ = envs.reset()
+        all_obs = [obs]
+        for _ in range(args.episode_length):
+            noise = torch.randn(num_envs, ACTION_SIZE, generator=rng, device=device)
+            if global_step < args.learning_starts:
+                actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
+            else:
+                with torch.no_grad():
+                    actions, _ = actor.get_action(obs_norm(obs), noise)
+            next_obs, _, _, _, infos = envs.step(MAX_CTRL * actions)
+            rb.add(obs, next_obs, actions, infos["states"])
+            obs = next_obs
+            all_obs.append(obs)
+            global_step += args.num_envs
+        seconds["simulate"] = clock() - start
+
+        # ---- Label: draw the state after each step, score the frames with CLIP, write the rewards (Algorithm 1; Eq. 2).
+        states, clip_rewards, goals = [], [], []
+        for i in rb.unlabelled(args.clip_batch_size):
+            t0 = clock()
+            frames, points = scene.draw(rb.states[i])  # (batch, 3, height, width) uint8, never stored
+            t1 = clock()
+            rb.rewards[i] = reward_model(frames)
+            states.append(rb.states[i])
+            clip_rewards.append(rb.rewards[i])
+            goals.append(TASKS[args.task][1](points) if args.task else torch.zeros(len(i), dtype=torch.bool, device=device))
+            seconds["draw"] += t1 - t0
+            seconds["clip"] += clock() - t1
+        states, clip_rewards, goals = (
+            torch.cat(it).unflatten(0, (args.episode_length, num_envs)) for it in (states, clip_rewards, goals)
+        )
+        sums = torch.stack([clip_rewards.sum(), goals.sum(), success_rate(goals) * num_envs])
+        clip_return, ground_truth_return, success = (total(sums) / args.num_envs).tolist()
+        if clip_return > best_return:  # of the policy that played this round; it has not been updated yet
+            best_return = clip_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
+            if RANK == 0:
+                best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
+                save(args.run_dir / "best.pt", best | {"actor": actor.state_dict(), "obs_norm": obs_norm.state_dict()})
+        if args.normalize_obs:
+            obs_norm.update(torch.cat(all_obs))
+
+        # ---- Learn: ordinary SAC on labelled transitions.
+        t0 = clock()
+        for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
+            b_obs, b_next_obs, b_actions, b_rewards = rb.sample(batch_size, rng)
+            b_obs, b_next_obs, ent_coef = obs_norm(b_obs), obs_norm(b_next_obs), log_ent_coef.detach().exp()
+            b_noise = torch.randn(2, batch_size, ACTION_SIZE, generator=rng, device=device)
+            with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
+                next_actions, next_log_prob = actor.get_action(b_next_obs, b_noise[0])
+                next_q = torch.min(qf1_target(b_next_obs, next_actions), qf2_target(b_next_obs, next_actions))
+                td_target = b_rewards + args.gamma * (next_q - ent_coef * next_log_prob)
+            q_values = qf1(b_obs, b_actions)
+            qf_loss = F.mse_loss(q_values, td_target) + F.mse_loss(qf2(b_obs, b_actions), td_target)
+            q_optimizer.zero_grad()
+            qf_loss.backward()
+            average_gradients(q_parameters)
+            q_optimizer.step()
+
+            actions, log_prob = actor.get_action(b_obs, b_noise[1])
+            actor_loss = (ent_coef * log_prob - torch.min(qf1(b_obs, actions), qf2(b_obs, actions))).mean()
+            actor_optimizer.zero_grad()
+            actor_loss.backward(inputs=actor_parameters)  # the critics need no gradient of it
+            average_gradients(actor_parameters)
+            actor_optimizer.step()
+
+            ent_coef_loss = -(log_ent_coef.exp() * (log_prob.detach() - ACTION_SIZE).mean())  # target entropy: -17
+            ent_coef_optimizer.zero_grad()
+            ent_coef_loss.backward()
+            average_gradients([log_ent_coef])
+            ent_coef_optimizer.step()
+            with torch.no_grad():
+                for parameter, target in zip(q_parameters, q_target_parameters):
+                    target.lerp_(parameter, args.tau)
+        seconds["update"] = clock() - t0
+
+        # ---- Report.
+        elapsed = clock() - start
+        training_seconds += elapsed
+        progress.update(min(global_step, args.total_timesteps) - progress.n)
+        if RANK == 0:
+            scalars = {"charts/clip_return": clip_return, "charts/SPS": (global_step - step_before) / elapsed}
+            if args.task:
+                scalars |= {"charts/ground_truth_return": ground_truth_return, "charts/success_rate": success}
+            progress.set_postfix({name[7:]: f"{value:.2f}" for name, value in scalars.items() if "SPS" not in name})
+            scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
+            if global_step >= args.learning_starts:
+                scalars |= {"losses/qf_loss": qf_loss.item(), "losses/actor_loss": actor_loss.item()}
+                scalars |= {"losses/q_values": q_values.mean().item(), "losses/entropy": -log_prob.mean().item()}
+                scalars |= {"losses/ent_coef": ent_coef.item()}
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, global_step)
+            if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
+                strip = picture(states[:, :1], clip_rewards[:, :1], args)  # the first environment's
+                writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
+                strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
+        if global_step // args.checkpoint_every > step_before // args.checkpoint_every:
+            if RANK == 0:
+                writer.flush()
+            save_checkpoint()
+
+    stopped = stopping()
+    progress.close()
+    save_checkpoint()
+    if WORLD_SIZE > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if RANK > 0:
+        return
+    writer.flush()
+    if stopped:
+        torchrun = f"torchrun --nproc-per-node={WORLD_SIZE}" if WORLD_SIZE > 1 else "python"
+        print(f"stopped at step {global_step}, nothing lost; go on with: {torchrun} {SCRIPT}.py --resume {args.run_dir}")
+        sys.exit(128 + (stop or [signal.SIGTERM])[0])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    best = torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)
+    actor.load_state_dict(best["actor"])
+    obs_norm.load_state_dict(best["obs_norm"])
+    metrics, states, rewards = evaluate(actor, obs_norm, scene, reward_model, args)
+    metrics["steps_per_second"] = global_step / training_seconds
+    sheet = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
+    writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")
+    writer.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
+        sys.exit(130)
