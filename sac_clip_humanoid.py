@@ -46,29 +46,20 @@ import mujoco_warp  # noqa: E402
 
 SCRIPT = Path(__file__).stem
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # this process among torchrun's
+Task = Literal[
+    "kneeling", "lotus-position", "standing-up", "arms-raised", "doing-splits", "hands-on-hips", "arms-crossed", "standing-on-one-leg"
+]  # fmt: skip
 
 
 @dataclass
 class Args:
     """Teach a humanoid with a sentence: SAC on the reward of a CLIP model. The defaults learn fast; --paper has the paper's values."""
 
-    prompt: tuple[str, ...] = ()
+    prompt: tuple[str, ...] | None = None
     """what the goal looks like; several sentences are averaged (default: the task's)"""
-    task: (
-        Literal[
-            "kneeling",
-            "lotus-position",
-            "standing-up",
-            "arms-raised",
-            "doing-splits",
-            "hands-on-hips",
-            "arms-crossed",
-            "standing-on-one-leg",
-        ]
-        | None
-    ) = None
+    task: Task | None = None
     """one of the paper's, with its prompt, and a success condition that is measured but never learned from
-    (default: the one that has the prompt, or kneeling if there is none)"""
+    (default: the one that has this prompt; kneeling, if there is no prompt)"""
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)
     """what the scene looks like in general"""
     goal_baseline_alpha: float = 0.0
@@ -754,19 +745,13 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
         fail(f"there is no checkpoint {path}{': give the best.pt in it' if os.path.isdir(path) else ''}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "processes") not in checkpoint:
+        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rb") not in checkpoint:
             raise ValueError
         own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
     except Exception:  # whatever the file holds instead
         fail(f"{path} is not a checkpoint of {SCRIPT}.py{' that can be resumed' if args.resume else ''}")
-    if args.resume and checkpoint["processes"] != WORLD_SIZE:
-        fail(f"this run has {checkpoint['processes']} processes, not {WORLD_SIZE}: give torchrun as many (--nproc-per-node)")
-    if args.resume:
-        try:
-            path = process_file(args.resume, checkpoint["global_step"])
-            checkpoint |= torch.load(path, map_location="cpu", weights_only=True)
-        except Exception:
-            fail(f"{path}, the part of the checkpoint that belongs to process {RANK}, is missing or broken")
+    if args.resume and (processes := 1 + len(checkpoint["others"])) != WORLD_SIZE:
+        fail(f"this run has {processes} processes, not {WORLD_SIZE}: give torchrun as many (--nproc-per-node)")
     own.run_dir = args.resume or args.evaluate.parent
     own.device = None if args.evaluate else own.device  # a run goes on exactly on its own kind of device only
     args = tyro.cli(Args, default=own)
@@ -777,11 +762,6 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
             f"{path} brings its own settings: leave out {', '.join('--' + name.replace('_', '-') for name in sorted(changed))}"
         )
     return args, checkpoint
-
-
-def process_file(run_dir: Path, global_step: int) -> Path:
-    """Where this process keeps its own part of the checkpoint of that step: replay buffer and random states."""
-    return run_dir / f"checkpoint_{global_step}_process{RANK}.pt"
 
 
 def read_settings() -> tuple[Args, dict | None]:
@@ -805,8 +785,8 @@ def read_settings() -> tuple[Args, dict | None]:
         fail(f"{WORLD_SIZE} processes need --num-envs and --batch-size of at least {WORLD_SIZE}")
     if args.evaluate and WORLD_SIZE > 1:
         fail("--evaluate is the work of one process: leave out torchrun")
-    args.task = args.task or (None if args.prompt else "kneeling")
-    args.prompt = args.prompt or (TASKS[args.task][0],)
+    args.task = args.task or ("kneeling" if args.prompt is None else None)
+    args.prompt = (TASKS[args.task][0],) if args.prompt is None else args.prompt
     args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device.split(":")[0] not in ("cpu", "cuda"):
@@ -882,22 +862,16 @@ def main() -> None:
     parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
 
     def save_checkpoint() -> None:
-        """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU.
-
-        Each process writes a file of its own, named by the step; then the first one replaces checkpoint.pt, which names the step.
-        """
+        """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
         own = {"rb": rb.state_dict(), "rng": rng.get_state(), "envs_rngs": [r.bit_generator.state for r in envs.rngs]}
-        save(process_file(args.run_dir, global_step), own)
+        every = [own] * WORLD_SIZE  # process's own
         if WORLD_SIZE > 1:
-            dist.barrier()
+            dist.gather_object(own, every if RANK == 0 else None)
         if RANK == 0:
-            counters = {"global_step": global_step, "best_return": best_return, "processes": WORLD_SIZE}
+            counters = {"global_step": global_step, "best_return": best_return, "log_ent_coef": log_ent_coef.detach()}
             content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
-            content |= {"log_ent_coef": log_ent_coef.detach()} | {name: part.state_dict() for name, part in parts.items()}
+            content |= own | {"others": every[1:]} | {name: part.state_dict() for name, part in parts.items()}
             save(args.run_dir / "checkpoint.pt", content)
-            for old in args.run_dir.glob("checkpoint_*_process*.pt"):
-                if not old.name.startswith(f"checkpoint_{global_step}_"):
-                    old.unlink()
 
     if args.track and RANK == 0:
         import wandb
@@ -909,14 +883,15 @@ def main() -> None:
         training_seconds = checkpoint["training_seconds"]
         if global_step >= args.total_timesteps and RANK == 0:
             print("this run is already trained: only its evaluation is made again")
-        rng.set_state(checkpoint["rng"])
-        rb.load_state_dict(checkpoint["rb"])
-        for env_rng, state in zip(envs.rngs, checkpoint["envs_rngs"]):
+        own = [checkpoint, *checkpoint["others"]][RANK]
+        rng.set_state(own["rng"])
+        rb.load_state_dict(own["rb"])
+        for env_rng, state in zip(envs.rngs, own["envs_rngs"]):
             env_rng.bit_generator.state = state
         log_ent_coef.data.copy_(checkpoint["log_ent_coef"])
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
-        del checkpoint  # the replay buffer is large
+        del checkpoint, own  # the replay buffer is large
     else:
         try:
             args.run_dir.mkdir(parents=True, exist_ok=RANK > 0)

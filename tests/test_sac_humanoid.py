@@ -1,0 +1,330 @@
+"""Physics, observations and start states against Gymnasium, both looks, the tasks' conditions, and the parts of SAC."""
+
+from pathlib import Path
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.distributions import Normal, TanhTransform, TransformedDistribution
+
+import sac_clip_humanoid
+from sac_clip_humanoid import TASKS, XML, Actor, Humanoid, Normalize, ReplayBuffer, Scene, doing_splits, success_rate, tilt
+
+CPU = torch.device("cpu")
+MODEL = mujoco.MjModel.from_xml_path(str(XML))
+DATA = mujoco.MjData(MODEL)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_physics_start_states_and_observations_are_gymnasiums(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    envs = Humanoid(3, 100, CPU)
+    references = [gym.make("Humanoid-v5", terminate_when_unhealthy=False).unwrapped for _ in range(3)]
+    obs, infos = envs.reset(seed=5)
+    assert obs.shape == (3, 348) and obs.dtype == infos["states"].dtype == torch.float32
+    rng, moved = np.random.default_rng(0), 0
+    for episode in range(2):
+        starts = [env.reset(seed=None if episode else 5 + i)[0] for i, env in enumerate(references)]
+        obs = obs if episode == 0 else envs.reset()[0]
+        assert np.abs(envs.obs - starts).max() < 1e-6
+        for t in range(100):
+            actions = rng.uniform(-0.4, 0.4, (3, 17)).astype(np.float32)
+            obs, rewards, terminations, truncations, infos = envs.step(torch.from_numpy(actions))
+            expected = np.stack([env.step(action)[0] for env, action in zip(references, actions)])
+            assert np.abs(envs.obs - expected).max() < 1e-6
+            assert np.abs(envs.states - [env.data.qpos for env in references]).max() < 1e-6
+            assert torch.equal(obs, torch.tensor(envs.obs, dtype=torch.float32))
+            assert not rewards.any() and not terminations.any() and (truncations == (t == 99)).all()
+        moved = max(moved, np.abs(envs.states - MODEL.qpos0).max())
+    assert moved > 0.5
+    torch.set_num_threads(before)
+
+
+def test_any_number_of_threads_gives_the_same():
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        envs, rng = Humanoid(7, 100, CPU), torch.Generator().manual_seed(0)
+        envs.reset(seed=1)
+        for _ in range(40):
+            obs, _, _, _, infos = envs.step(torch.rand(7, 17, generator=rng) * 0.8 - 0.4)
+        frames, points = Scene(32, 32, "realistic", "fixed", 1, 4, CPU).draw(infos["states"])
+        results.append([obs, infos["states"], frames, *points.values()])
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+# ---- Drawing
+
+
+def pose(pitch: float = 0, roll: float = 0, yaw: float = 0, lift: float = 0, **degrees: float) -> list[float]:
+    """A state on the floor (or `lift` m above it) from joint angles; `hip_y` means both hips', `right_hip_y` only one."""
+    data = DATA
+    data.qpos[:] = MODEL.qpos0
+    mujoco.mju_euler2Quat(data.qpos[3:7], np.radians([yaw, pitch, roll]), "zyx")
+    for name, angle in degrees.items():
+        found = [
+            MODEL.joint(i)
+            for i in range(1, MODEL.njnt)
+            if MODEL.joint(i).name.removeprefix("left_").removeprefix("right_") == name
+        ]
+        for joint in found or [MODEL.joint(name)]:
+            mirrored = "left_shoulder" in joint.name and not name.startswith("left")
+            data.qpos[joint.qposadr] = np.radians(-angle if mirrored else angle)
+    mujoco.mj_kinematics(MODEL, data)
+    below = data.geom_xpos[1:, 2] - MODEL.geom_size[1:, 0] - abs(data.geom_xmat[1:, 8]) * MODEL.geom_size[1:, 1]
+    data.qpos[2] += lift - below.min()
+    return data.qpos.tolist()
+
+
+def points_of(*states: list[float]) -> dict[str, torch.Tensor]:
+    return Scene(8, 8, "original", "fixed", 1, len(states), CPU).draw(torch.tensor(states))[1]
+
+
+STANDING = pose(knee=-5)
+RAISED = {"shoulder1": -84, "shoulder2": 20, "elbow": -85}
+ON_HIPS = {"shoulder1": 48, "shoulder2": -75, "elbow": -15}
+CROSSED = {"shoulder1": 58, "shoulder2": 38, "elbow": -83}
+KNEELING = {"knee": -95, "hip_y": -5}
+SPLITS = {"hip_x": -18, "hip_z": -58, "hip_y": -78, "knee": -8}
+LOTUS = {"hip_x": 3, "hip_z": -58, "hip_y": -41, "knee": -158, "abdomen_y": -32, "pitch": -10}
+RIGHT_UP = {"right_hip_y": -80, "right_knee": -90}
+
+
+def test_points_are_where_mujoco_says():
+    state = pose(20, 10, 30, hip_y=-40, knee=-70, right_elbow=-60)
+    points = points_of(state)
+    DATA.qpos[:] = state
+    mujoco.mj_kinematics(MODEL, DATA)
+    for side in ("right", "left"):
+        for point, body in (("hip", "thigh"), ("knee", "shin"), ("shoulder", "upper_arm"), ("elbow", "lower_arm")):
+            np.testing.assert_allclose(points[f"{side}_{point}"][0], DATA.body(f"{side}_{body}").xpos, atol=1e-5)
+        for part in ("hand", "foot"):
+            np.testing.assert_allclose(points[f"{side}_{part}"][0], DATA.geom(f"{side}_{part}").xpos, atol=1e-5)
+    np.testing.assert_allclose(points["head"][0], DATA.geom("head").xpos, atol=1e-5)
+    np.testing.assert_allclose(points["seat"][0], DATA.geom("butt").xpos, atol=1e-5)
+
+
+@pytest.mark.parametrize("textures, camera", [("realistic", "fixed"), ("original", "original")])
+def test_a_frame_is_the_stored_one(textures, camera):
+    """tests/humanoid_TEXTURES_CAMERA.png, 96 x 96: standing with raised arms, and kneeling."""
+    frames, _ = Scene(96, 96, textures, camera, 1, 2, CPU).draw(torch.tensor([pose(knee=-5, **RAISED), pose(**KNEELING)]))
+    path = Path(__file__).with_name(f"humanoid_{textures}_{camera}.png")
+    reference = torch.from_numpy(np.array(Image.open(path))).unflatten(1, (2, 96)).permute(1, 3, 0, 2).float()
+    difference = (frames.float() - reference).abs().mean((1, 2, 3))
+    apart = (reference[0] - reference[1]).abs().mean()
+    assert difference.max() < 1 < apart / 3
+
+
+def test_the_fixed_camera_is_the_papers():
+    """Where a ball of light would be seen: azimuth 180°, elevation -10°, distance 3.5 m, looking at (0, 0, 1), 45° high."""
+    model = sac_clip_humanoid.scene_model("realistic")
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    camera = model.camera("fixed").id
+    position, axes = data.cam_xpos[camera], data.cam_xmat[camera].reshape(3, 3)
+    looks = -axes[:, 2]
+    elevation = np.radians(-10)
+    np.testing.assert_allclose(looks, [-np.cos(elevation), 0, np.sin(elevation)], atol=1e-6)  # azimuth 180°: towards -x
+    np.testing.assert_allclose(position + 3.5 * looks, [0, 0, 1], atol=1e-6)
+    np.testing.assert_allclose(axes[:, 0], [0, 1, 0], atol=1e-6)  # the robot, facing us, has its left on our right
+    assert model.cam_fovy[camera] == 45
+
+
+def test_the_realistic_look_shows_what_its_words_say():
+    still = pose(knee=-5)
+    empty = list(still)
+    empty[0] = 100  # far behind the camera
+    frames, _ = Scene(128, 128, "realistic", "fixed", 2, 2, CPU).draw(torch.tensor([still, empty]))
+    robot, scene = frames.float()
+    sky, floor = scene[:, :35], scene[:, 64:]
+    assert (sky[2] >= sky[0]).all() and (sky[2] - sky[0]).mean() > 20  # blue ...
+    assert (sky.amin(0) > 235).float().mean() > 0.02 and (sky[2] - sky[0] > 60).float().mean() > 0.1  # ... with white clouds
+    assert (floor.amax(0) - floor.amin(0)).max() < 25 and 90 < floor.mean() < 190 and floor.std() < 25  # grey and calm
+    joints = floor.mean(0) < floor.mean() - 12
+    assert 0.02 < joints.float().mean() < 0.3  # tiles
+    there = (robot - scene).abs().amax(0) > 30
+    red, green, blue = robot
+    parts = {
+        "thighs": there & (blue > red + 60) & (blue > green + 40),
+        "arms": there & (red > blue + 90),
+        "light parts": there & (robot.amin(0) > 170),
+        "shadow": ~(robot.amax(0) > 110) & (scene.mean(0) > robot.mean(0) + 25) & (torch.arange(128)[:, None] > 90),
+    }
+    for name, pixels in parts.items():
+        assert pixels.sum() > 20, name
+    rows = torch.arange(128.0)[:, None]
+    assert (rows * parts["arms"]).sum() / parts["arms"].sum() < (rows * parts["thighs"]).sum() / parts["thighs"].sum()
+
+
+def test_cameras_and_looks_differ_and_the_original_camera_follows():
+    away = pose(knee=-5)
+    away[0] += 1.0
+    states = torch.tensor([STANDING, away])
+    frames = {
+        (t, c): Scene(64, 64, t, c, 1, 2, CPU).draw(states)[0].float()
+        for t in ("realistic", "original")
+        for c in ("fixed", "original")
+    }
+    for textures in ("realistic", "original"):
+        moved = {
+            camera: (frames[textures, camera][0] - frames[textures, camera][1]).abs().mean()
+            for camera in ("fixed", "original")
+        }
+        figure = frames[textures, "original"][:, :, 16:56, 24:40]
+        assert moved["fixed"] > 3 and (figure[0] - figure[1]).abs().mean() < 40
+    assert (frames["realistic", "fixed"] - frames["original", "fixed"]).abs().mean() > 30
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_every_frame_is_drawn_from_its_own_state(batch_size):
+    states = torch.tensor([pose(pitch, knee=-20) for pitch in (0, 15, 30, 45, 60, 75, 90)])
+    scene = Scene(32, 32, "realistic", "fixed", 1, batch_size, CPU)
+    frames, points = scene.draw(states)
+    assert frames.shape == (7, 3, 32, 32) and frames.dtype == torch.uint8
+    for i in range(7):
+        alone, where = scene.draw(states[i : i + 1])
+        assert torch.equal(alone[0], frames[i]) and torch.equal(where["head"][0], points["head"][i])
+        assert i == 0 or not torch.equal(frames[i], frames[i - 1])
+    assert tilt(points).diff().min() > 10
+    assert scene.draw(states[:0])[0].shape == (0, 3, 32, 32)
+
+
+def test_supersampling_is_the_mean_of_finer_pixels():
+    states = torch.tensor([STANDING])
+    smooth, fine = (
+        Scene(size, size, "realistic", "fixed", n, 1, CPU).draw(states)[0].float() for size, n in ((32, 2), (64, 1))
+    )
+    coarse = Scene(32, 32, "realistic", "fixed", 1, 1, CPU).draw(states)[0].float()
+    mean = torch.nn.functional.avg_pool2d(fine, 2)
+    assert (smooth - mean).abs().mean() < 1.5 < (coarse - mean).abs().mean()
+
+
+# ---- The tasks
+
+TRUE = {
+    "kneeling": [
+        pose(**KNEELING),
+        pose(hip_y=-70, knee=-155, pitch=15),
+        pose(**KNEELING, **RAISED),
+        pose(yaw=120, **KNEELING),
+    ],
+    "lotus-position": [pose(**LOTUS)],
+    "standing-up": [STANDING, pose(), pose(hip_y=-30, knee=-50, pitch=10), pose(knee=-5, **RAISED), pose(yaw=90, knee=-5)],
+    "arms-raised": [pose(knee=-5, **RAISED), pose(yaw=-70, knee=-5, **RAISED)],
+    "doing-splits": [pose(**SPLITS), pose(yaw=40, **SPLITS)],
+    "hands-on-hips": [pose(knee=-5, **ON_HIPS)],
+    "arms-crossed": [pose(knee=-5, **CROSSED)],
+    "standing-on-one-leg": [pose(knee=-5, **RIGHT_UP), pose(knee=-5, left_hip_y=-60, left_knee=-60)],
+}
+FALSE = {
+    "kneeling": [
+        STANDING,
+        pose(**KNEELING, lift=0.15),  # in the air
+        pose(knee=-5, left_hip_y=-90, left_knee=-95, right_knee=-95),  # on one knee
+        pose(pitch=80, hip_y=-80, knee=-90),  # on all fours
+        pose(hip_y=-90, knee=-5),  # sitting
+        pose(pitch=90),  # lying on the belly: the knees are down
+        pose(pitch=60, **KNEELING),  # falling over
+    ],
+    "lotus-position": [STANDING, pose(**KNEELING), pose(hip_y=-90, knee=-5), pose(**SPLITS), pose(lift=0.3, **LOTUS)],
+    "standing-up": [
+        pose(lift=0.3),
+        pose(**KNEELING),
+        pose(pitch=90),
+        pose(pitch=45),
+        pose(hip_y=-100, knee=-130),
+        pose(**SPLITS),
+    ],
+    "arms-raised": [
+        STANDING,
+        pose(knee=-5, right_shoulder1=-84, right_shoulder2=20, right_elbow=-85),
+        pose(**KNEELING, **RAISED),
+    ],
+    "doing-splits": [
+        STANDING,
+        pose(hip_y=-90, knee=-5),
+        pose(**LOTUS),
+        pose(lift=0.4, **SPLITS),
+        pose(pitch=-90),
+        pose(pitch=-60, **SPLITS),
+    ],
+    "hands-on-hips": [STANDING, pose(knee=-5, **RAISED), pose(**KNEELING, **ON_HIPS), pose(knee=-5, **CROSSED)],
+    "arms-crossed": [STANDING, pose(knee=-5, **RAISED), pose(knee=-5, **ON_HIPS), pose(**KNEELING, **CROSSED)],
+    "standing-on-one-leg": [
+        STANDING,
+        pose(lift=0.2, knee=-5, **RIGHT_UP),
+        pose(**KNEELING),
+        pose(pitch=50, knee=-5, **RIGHT_UP),
+    ],
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_success_condition(task):
+    _, holds = TASKS[task]
+    assert holds(points_of(*TRUE[task])).tolist() == [True] * len(TRUE[task])
+    assert holds(points_of(*FALSE[task])).tolist() == [False] * len(FALSE[task])
+
+
+def test_splits_need_legs_that_are_straight_and_wide_apart():
+    assert not doing_splits(
+        points_of(pose(hip_x=-18, hip_z=-20, hip_y=-85, knee=-8), pose(hip_x=-18, hip_z=-58, hip_y=-100, knee=-90))
+    ).any()
+
+
+def test_an_episode_succeeds_if_the_condition_holds_in_half_of_its_steps():
+    goals = torch.zeros(10, 4, dtype=torch.bool)
+    goals[5:, 1], goals[6:, 2], goals[::2, 3] = True, True, True  # 5, 4 and 5 of 10
+    assert success_rate(goals) == 0.5
+
+
+# ---- SAC
+
+
+def test_actions_have_the_density_that_the_actor_says():
+    torch.manual_seed(0)
+    actor, obs, noise = Actor(), torch.randn(64, 348), torch.randn(64, 17)
+    actions, log_prob = actor.get_action(obs, noise)
+    mean, log_std = actor(obs)
+    assert actions.abs().max() < 1
+    expected = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform(cache_size=1)).log_prob(actions)
+    torch.testing.assert_close(log_prob, expected.sum(1), atol=1e-3, rtol=1e-4)
+    _, extreme = actor.get_action(obs, 1000 * noise)
+    assert extreme.isfinite().all()
+
+
+def test_normalize_has_seen_it_all():
+    torch.manual_seed(0)
+    norm = Normalize()
+    obs = torch.randn(1000, 348) * torch.linspace(0, 50, 348) + torch.linspace(-1000, 1000, 348)  # the first ones never vary
+    for part in obs.split([1, 99, 400, 500]):
+        norm.update(part)
+    torch.testing.assert_close(norm.mean, obs.mean(0), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(norm.var, obs.var(0, unbiased=False), rtol=1e-3, atol=1e-3)
+    scaled = norm(obs)
+    assert scaled.isfinite().all() and scaled.abs().max() <= 10
+    assert scaled[:, 50:].mean().abs() < 0.01 and abs(scaled[:, 50:].std() - 1) < 0.01
+    assert norm(obs + 1e6).max() == 10
+
+
+def test_replay_buffer_wraps_around_and_keeps_the_newest():
+    rb, rng = ReplayBuffer(10, CPU), torch.Generator().manual_seed(0)
+    for start in range(0, 27, 3):  # transitions 0 … 26, three at a time, labelled every second time
+        numbers = torch.arange(start, start + 3.0)[:, None]
+        rb.add(numbers.expand(-1, 348), numbers.expand(-1, 348) + 0.5, numbers.expand(-1, 17), numbers.expand(-1, 24))
+        if start % 2:
+            for i in rb.unlabelled(2):
+                rb.rewards[i] = rb.states[i, 0] * 2
+    obs, next_obs, actions, rewards = rb.sample(1000, rng)
+    assert rb.num_unlabelled == 3 and set(obs[:, 0].tolist()) == set(range(17, 24))
+    assert torch.equal(next_obs, obs + 0.5) and torch.equal(actions, obs[:, :17]) and torch.equal(rewards, 2 * obs[:, 0])
+    other = ReplayBuffer(10, CPU)
+    other.load_state_dict(rb.state_dict())
+    again = other.sample(1000, torch.Generator().manual_seed(0))
+    assert all(torch.equal(a, b) for a, b in zip((obs, next_obs, actions, rewards), again))
