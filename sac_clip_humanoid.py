@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ import warp as wp
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 from clip_reward import CLIPReward, RewardModelError
 
@@ -45,6 +46,7 @@ wp.config.log_level = wp.LOG_WARNING  # or it reports each kernel that it compil
 import mujoco_warp  # noqa: E402
 
 SCRIPT = Path(__file__).stem
+THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # this process among torchrun's
 Task = Literal[
     "kneeling", "lotus-position", "standing-up", "arms-raised", "doing-splits", "hands-on-hips", "arms-crossed", "standing-on-one-leg"
@@ -143,7 +145,7 @@ OBS_SIZE, STATE_SIZE, ACTION_SIZE = 348, 24, 17
 class Humanoid:
     """`num_envs` humanoids with the dynamics, start states and observations of Gymnasium's Humanoid-v5, all at the same step.
 
-    C MuJoCo steps them in float64 on threads, as many as PyTorch has, and gives the same result on any number of them. A state is
+    C MuJoCo steps them in float64 on THREADS threads, and gives the same result on any number of them. A state is
     MuJoCo's qpos: position (m) and quaternion of the torso, then 17 joint angles (rad). As in the paper, no episode ends early,
     because that would tell the agent what the task is: each lasts `episode_length` steps of 15 ms. Nothing resets itself: call `reset`.
     """
@@ -159,7 +161,7 @@ class Humanoid:
         ]
         self.rngs = [np.random.default_rng() for _ in range(num_envs)]
         self.obs, self.states = np.empty((num_envs, OBS_SIZE)), np.empty((num_envs, STATE_SIZE))
-        self.pool = ThreadPoolExecutor(torch.get_num_threads())
+        self.pool = ThreadPoolExecutor(THREADS)
 
     def reset(self, seed: int | None = None) -> tuple[torch.Tensor, dict]:
         """Start all episodes anew -> obs (num_envs, 348) float32, infos: {"states": (num_envs, 24) float32}.
@@ -204,7 +206,7 @@ class Humanoid:
                 np.concatenate(self.views[i], out=self.obs[i])
                 self.states[i] = self.datas[i].qpos
 
-        threads = min(torch.get_num_threads(), self.num_envs)
+        threads = min(THREADS, self.num_envs)
         list(self.pool.map(some, range(threads)))
 
     def observe(self) -> tuple[torch.Tensor, dict]:
@@ -321,14 +323,14 @@ BODY_POINTS = {f"{side}_{point}": f"{side}_{body}" for side in ("right", "left")
 class Scene:
     """States -> frames and body points, ray-traced by mujoco_warp on the device: no OpenGL, no display.
 
-    On a CPU, mujoco_warp runs on one thread; so each of PyTorch's threads has worlds of its own. The first use ever on a machine
-    compiles kernels for some ten seconds; they are kept in the user's cache folder.
+    The first use ever on a machine compiles kernels for some ten seconds; they are kept in the user's cache folder. On a CPU a
+    scene uses one thread; scenes of their own can be used by several threads at once.
     """
 
     def __init__(
         self, height: int, width: int, textures: str, camera: str, supersample: int, batch_size: int, device: torch.device
     ):
-        self.height, self.width, self.device = height, width, device
+        self.height, self.width, self.batch_size, self.device = height, width, batch_size, device
         wp.init()
         self.warp_device = wp.device_from_torch(device)
         model = scene_model(textures)
@@ -336,54 +338,34 @@ class Scene:
         self.bodies = [model.body(name).id for name in BODY_POINTS.values()]
         data = mujoco.MjData(model)
         mujoco.mj_forward(model, data)
-        self.painters = []
-        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        options = {"cam_active": ["fixed" if camera == "fixed" else "track"], "samples_per_pixel": supersample}
+        options |= {"render_rgb": True, "render_depth": False, "render_seg": False, "render_skybox": True, "use_shadows": True}
+        options |= {"enable_emission": False, "enable_per_light_ambient": False}  # nothing in the scene has any
         with wp.ScopedDevice(self.warp_device):
-            for _ in range(threads):
-                nworld = -(-batch_size // threads)  # drawn at once
-                context = mujoco_warp.create_render_context(
-                    model,
-                    nworld,
-                    (width, height),
-                    cam_active=["fixed" if camera == "fixed" else "track"],
-                    render_rgb=True,
-                    render_depth=False,
-                    render_seg=False,
-                    render_skybox=True,
-                    use_shadows=True,
-                    samples_per_pixel=supersample,
-                    enable_emission=False,  # nothing in the scene has any
-                    enable_per_light_ambient=False,
-                )
-                painter = mujoco_warp.put_model(model), mujoco_warp.put_data(model, data, nworld=nworld), context
-                self.painters.append(painter)
-        self.pool = ThreadPoolExecutor(len(self.painters))
+            self.model = mujoco_warp.put_model(model)
+            self.data = mujoco_warp.put_data(model, data, nworld=batch_size)  # so many states are drawn at once
+            self.context = mujoco_warp.create_render_context(model, batch_size, (width, height), **options)
+        self.draw(torch.zeros(1, STATE_SIZE, device=device))  # compiles or loads the kernels: not a thing for several threads
 
     def draw(self, states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """States (N, 24) -> frames (N, 3, height, width) uint8, and where each point of the body is (N, 3), m, by its name."""
-        n = self.painters[0][1].nworld
         frames = torch.empty(len(states), self.height, self.width, 3, dtype=torch.uint8, device=self.device)
-        points = torch.empty(len(states), len(GEOM_POINTS) + len(BODY_POINTS), 3, device=self.device)
-
-        def paint(k: int) -> None:
-            model, data, context = self.painters[k]
-            with wp.ScopedDevice(self.warp_device):
-                if self.device.type == "cuda":  # in step with PyTorch
-                    wp.set_stream(wp.stream_from_torch(torch.cuda.current_stream(self.device)))
-                for first in range(k * n, len(states), n * len(self.painters)):
-                    last = min(first + n, len(states))
-                    wp.to_torch(data.qpos)[: last - first] = states[first:last]  # what the other worlds show does not matter
-                    mujoco_warp.kinematics(model, data)
-                    mujoco_warp.com_pos(model, data)
-                    mujoco_warp.camlight(model, data)
-                    mujoco_warp.refit_bvh(model, data, context)
-                    mujoco_warp.render(model, data, context)
-                    pixels = wp.to_torch(context.rgb_data)[: last - first].view(torch.uint8)  # a view: blue, green, red, alpha
-                    frames[first:last] = pixels.view(-1, self.height, self.width, 4)[..., :3].flip(-1)
-                    points[first:last, : len(self.geoms)] = wp.to_torch(data.geom_xpos)[: last - first, self.geoms]
-                    points[first:last, len(self.geoms) :] = wp.to_torch(data.xpos)[: last - first, self.bodies]
-
-        list(self.pool.map(paint, range(len(self.painters))))
+        points = torch.empty(len(states), len(self.geoms) + len(self.bodies), 3, device=self.device)
+        if self.device.type == "cuda":  # in step with PyTorch
+            wp.set_stream(wp.stream_from_torch(torch.cuda.current_stream(self.device)), self.warp_device)
+        for first in range(0, len(states), self.batch_size):
+            i = slice(first, first + self.batch_size)
+            n = len(states[i])  # what the worlds beyond show does not matter
+            wp.to_torch(self.data.qpos)[:n] = states[i]
+            mujoco_warp.kinematics(self.model, self.data)
+            mujoco_warp.com_pos(self.model, self.data)
+            mujoco_warp.camlight(self.model, self.data)
+            mujoco_warp.refit_bvh(self.model, self.data, self.context)
+            mujoco_warp.render(self.model, self.data, self.context)
+            pixels = wp.to_torch(self.context.rgb_data)[:n].view(torch.uint8)  # a view: blue, green, red, alpha
+            frames[i] = pixels.view(n, self.height, self.width, 4)[..., [2, 1, 0]]
+            points[i, : len(self.geoms)] = wp.to_torch(self.data.geom_xpos)[:n, self.geoms]
+            points[i, len(self.geoms) :] = wp.to_torch(self.data.xpos)[:n, self.bodies]
         return frames.permute(0, 3, 1, 2), dict(zip([*GEOM_POINTS, *BODY_POINTS], points.unbind(1)))
 
 
@@ -636,22 +618,73 @@ def my_part(n: int) -> tuple[int, int]:
     return first, last - first
 
 
+# ---- Labelling
+
+
+class Labeller:
+    """States -> rewards, in threads of its own, so that the learning goes on meanwhile.
+
+    On a CPU each thread draws and scores batches of its own: one thread a core, and none inside PyTorch's operations, does far more
+    than PyTorch's threads do, most of whose operations here are small. The result is the same with any number of threads.
+    """
+
+    def __init__(self, reward_model: CLIPReward, args: Args):
+        self.reward_model, self.task, self.batch_size = reward_model, args.task, args.clip_batch_size
+        look = (args.textures, args.camera, args.supersample, args.clip_batch_size, reward_model.device)
+        self.scenes = [Scene(*reward_model.size, *look) for _ in range(THREADS if reward_model.device.type == "cpu" else 1)]
+        self.pool = ThreadPoolExecutor(len(self.scenes))
+
+    def submit(self, states: torch.Tensor) -> None:
+        """Begin with states (N, 24)."""
+        batches, n = states.split(self.batch_size), len(self.scenes)
+        self.parts = [self.pool.submit(self.label, scene, batches[k::n]) for k, scene in enumerate(self.scenes)]
+
+    def label(self, scene: Scene, batches: list[torch.Tensor]) -> tuple[list, float, float]:
+        labels, seconds = [], [0.0, 0.0]
+        for states in batches:
+            times = [self.clock()]
+            frames, points = scene.draw(states)  # (batch, 3, height, width) uint8, never stored
+            times.append(self.clock())
+            rewards = self.reward_model(frames)  # (batch,)
+            times.append(self.clock())
+            labels.append((rewards, TASKS[self.task][1](points) if self.task else torch.zeros_like(rewards, dtype=torch.bool)))
+            seconds = [total + end - start for total, start, end in zip(seconds, times, times[1:])]
+        return labels, *seconds
+
+    def clock(self) -> float:
+        if self.reward_model.device.type == "cuda":
+            torch.cuda.synchronize(self.reward_model.device)
+        return time.perf_counter()
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        """-> CLIP rewards (N,); whether the task's condition holds (N,) bool; seconds drawing and scoring, on average of the threads."""
+        parts = [part.result() for part in self.parts]
+        labels = [None] * sum(len(part) for part, _, _ in parts)
+        for k, (part, _, _) in enumerate(parts):
+            labels[k :: len(parts)] = part
+        rewards, goals = (torch.cat(column) for column in zip(*labels))
+        draw, clip = (sum(part[1 + k] for part in parts) / len(parts) for k in (0, 1))
+        return rewards, goals, {"draw": draw, "clip": clip}
+
+
 # ---- Evaluation, pictures, files
 
 
 @torch.no_grad()
-def evaluate(actor: Actor, obs_norm: nn.Module, scene: Scene, reward_model: CLIPReward, args: Args) -> tuple[dict, ...]:
+def evaluate(actor: Actor, obs_norm: nn.Module, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 24), their CLIP rewards."""
-    envs = Humanoid(args.episodes, args.episode_length, reward_model.device)
+    envs = Humanoid(args.episodes, args.episode_length, labeller.reward_model.device)
     obs, _ = envs.reset(seed=args.seed + 1_000_000)  # start states that training has not seen
     states = []
-    for _ in range(args.episode_length):
+    for _ in trange(args.episode_length, desc=f"play {args.episodes} episodes", leave=False):
         obs, _, _, _, infos = envs.step(MAX_CTRL * actor(obs_norm(obs))[0].tanh())
         states.append(infos["states"])
     states = torch.stack(states)
-    chunks = tqdm(states.flatten(0, 1).split(args.clip_batch_size), desc=f"score {args.episodes} episodes", leave=False)
-    rewards, goals = zip(*[score(chunk, scene, reward_model, args.task) for chunk in chunks])
-    rewards, goals = torch.cat(rewards).view(states.shape[:2]), torch.cat(goals).view(states.shape[:2])
+    labels, batches = [], states.flatten(0, 1).split(args.clip_batch_size * len(labeller.scenes))
+    for batch in tqdm(batches, desc=f"score {args.episodes} episodes", leave=False):
+        labeller.submit(batch)
+        labels.append(labeller.result()[:2])
+    rewards, goals = (torch.cat(column).view(states.shape[:2]) for column in zip(*labels))
     metrics = {"clip_return": rewards.sum(0).mean().item()}
     if args.task:
         metrics = {
@@ -660,13 +693,6 @@ def evaluate(actor: Actor, obs_norm: nn.Module, scene: Scene, reward_model: CLIP
             "ground_truth_return": goals.float().sum(0).mean().item(),
         }
     return metrics, states, rewards
-
-
-def score(states: torch.Tensor, scene: Scene, reward_model: CLIPReward, task: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """States (N, 24) -> CLIP rewards (N,), and whether the task's condition holds (N,) bool (never, where there is no task)."""
-    frames, points = scene.draw(states)
-    rewards = reward_model(frames)
-    return rewards, TASKS[task][1](points) if task else torch.zeros_like(rewards, dtype=torch.bool)
 
 
 def success_rate(goals: torch.Tensor) -> torch.Tensor:
@@ -833,7 +859,8 @@ def main() -> None:
         print(f"prompt {'; '.join(args.prompt)}; {f'success is measured as {args.task}' if args.task else 'no known task'}")
     if RANK == 0 and not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
-    scene = Scene(*reward_model.size, args.textures, args.camera, args.supersample, args.clip_batch_size, device)
+    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
+    labeller = Labeller(reward_model, args)
 
     torch.manual_seed(args.seed)
     actor, qf1, qf2, qf1_target, qf2_target = (net().to(device) for net in (Actor, *[SoftQNetwork] * 4))
@@ -844,7 +871,7 @@ def main() -> None:
         actor.load_state_dict(checkpoint["actor"])
         obs_norm.load_state_dict(checkpoint["obs_norm"])
         path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
-        report_evaluation(path, args, *evaluate(actor, obs_norm, scene, reward_model, args))
+        report_evaluation(path, args, *evaluate(actor, obs_norm, labeller, args))
         return
     log_ent_coef = torch.tensor(math.log(args.ent_coef), device=device, requires_grad=True)
     actor_parameters, q_parameters = list(actor.parameters()), [*qf1.parameters(), *qf2.parameters()]
@@ -928,10 +955,11 @@ def main() -> None:
     while global_step < args.total_timesteps and not stopping():
         seconds = dict.fromkeys(("simulate", "draw", "clip", "update"), 0.0)
         start, step_before = clock(), global_step
+        learning = step_before >= max(args.learning_starts, 1)
 
         # ---- Act: one episode in all environments at once. The transitions enter the buffer without rewards.
         obs, _ = envs.reset()
-        all_obs = [obs]
+        all_obs, states = [obs], []
         for _ in range(args.episode_length):
             noise = torch.randn(num_envs, ACTION_SIZE, generator=rng, device=device)
             if global_step < args.learning_starts:
@@ -943,37 +971,20 @@ def main() -> None:
             rb.add(obs, next_obs, actions, infos["states"])
             obs = next_obs
             all_obs.append(obs)
+            states.append(infos["states"])
             global_step += args.num_envs
-        seconds["simulate"] = clock() - start
-
-        # ---- Label: draw the state after each step, score the frames with CLIP, write the rewards (Algorithm 1; Eq. 2).
-        states, clip_rewards, goals = [], [], []
-        for i in rb.unlabelled(args.clip_batch_size):
-            t0 = clock()
-            frames, points = scene.draw(rb.states[i])  # (batch, 3, height, width) uint8, never stored
-            t1 = clock()
-            rb.rewards[i] = reward_model(frames)
-            states.append(rb.states[i])
-            clip_rewards.append(rb.rewards[i])
-            goals.append(TASKS[args.task][1](points) if args.task else torch.zeros(len(i), dtype=torch.bool, device=device))
-            seconds["draw"] += t1 - t0
-            seconds["clip"] += clock() - t1
-        states, clip_rewards, goals = (
-            torch.cat(it).unflatten(0, (args.episode_length, num_envs)) for it in (states, clip_rewards, goals)
-        )
-        sums = torch.stack([clip_rewards.sum(), goals.sum(), success_rate(goals) * num_envs])
-        clip_return, ground_truth_return, success = (total(sums) / args.num_envs).tolist()
-        if clip_return > best_return:  # of the policy that played this round; it has not been updated yet
-            best_return = clip_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
-            if RANK == 0:
-                best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
-                save(args.run_dir / "best.pt", best | {"actor": actor.state_dict(), "obs_norm": obs_norm.state_dict()})
+        played = deepcopy({"actor": actor.state_dict(), "obs_norm": obs_norm.state_dict(), "global_step": step_before})
         if args.normalize_obs:
             obs_norm.update(torch.cat(all_obs))
+        seconds["simulate"] = clock() - start
 
-        # ---- Learn: ordinary SAC on labelled transitions.
+        # ---- Label: draw the state after each step and score the frames with CLIP (Algorithm 1; Eq. 2), while the agent learns.
+        states = torch.stack(states)  # (episode_length, num_envs, 24)
+        labeller.submit(states.flatten(0, 1))
+
+        # ---- Learn: ordinary SAC, on the transitions that were labelled in the rounds before.
         t0 = clock()
-        for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
+        for _ in range(args.gradient_steps if learning else 0):
             b_obs, b_next_obs, b_actions, b_rewards = rb.sample(batch_size, rng)
             b_obs, b_next_obs, ent_coef = obs_norm(b_obs), obs_norm(b_next_obs), log_ent_coef.detach().exp()
             b_noise = torch.randn(2, batch_size, ACTION_SIZE, generator=rng, device=device)
@@ -1005,6 +1016,19 @@ def main() -> None:
                     target.lerp_(parameter, args.tau)
         seconds["update"] = clock() - t0
 
+        # ---- Label, the end of it: write the rewards.
+        clip_rewards, goals, label_seconds = labeller.result()
+        (i,) = rb.unlabelled(len(clip_rewards))
+        rb.rewards[i] = clip_rewards
+        seconds |= label_seconds
+        clip_rewards, goals = (labels.view(states.shape[:2]) for labels in (clip_rewards, goals))
+        sums = torch.stack([clip_rewards.sum(), goals.sum(), success_rate(goals) * num_envs])
+        clip_return, ground_truth_return, success = (total(sums) / args.num_envs).tolist()
+        if clip_return > best_return:  # of the policy that played this round, before it learned
+            best_return = clip_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
+            if RANK == 0:
+                save(args.run_dir / "best.pt", {"script": SCRIPT, "settings": args.to_save()} | played)
+
         # ---- Report.
         elapsed = clock() - start
         training_seconds += elapsed
@@ -1015,7 +1039,7 @@ def main() -> None:
                 scalars |= {"charts/ground_truth_return": ground_truth_return, "charts/success_rate": success}
             progress.set_postfix({name[7:]: f"{value:.2f}" for name, value in scalars.items() if "SPS" not in name})
             scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
-            if global_step >= args.learning_starts:
+            if learning:
                 scalars |= {"losses/qf_loss": qf_loss.item(), "losses/actor_loss": actor_loss.item()}
                 scalars |= {"losses/q_values": q_values.mean().item(), "losses/entropy": -log_prob.mean().item()}
                 scalars |= {"losses/ent_coef": ent_coef.item()}
@@ -1048,7 +1072,7 @@ def main() -> None:
     best = torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)
     actor.load_state_dict(best["actor"])
     obs_norm.load_state_dict(best["obs_norm"])
-    metrics, states, rewards = evaluate(actor, obs_norm, scene, reward_model, args)
+    metrics, states, rewards = evaluate(actor, obs_norm, labeller, args)
     metrics["steps_per_second"] = global_step / training_seconds
     sheet = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
     writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")

@@ -1,5 +1,10 @@
 """Physics, observations and start states against Gymnasium, both looks, the tasks' conditions, and the parts of SAC."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -13,6 +18,7 @@ from torch.distributions import Normal, TanhTransform, TransformedDistribution
 import sac_clip_humanoid
 from sac_clip_humanoid import TASKS, XML, Actor, Humanoid, Normalize, ReplayBuffer, Scene, doing_splits, success_rate, tilt
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 MODEL = mujoco.MjModel.from_xml_path(str(XML))
 DATA = mujoco.MjData(MODEL)
@@ -164,21 +170,18 @@ def test_the_realistic_look_shows_what_its_words_say():
 
 def test_cameras_and_looks_differ_and_the_original_camera_follows():
     away = pose(knee=-5)
-    away[0] += 1.0
+    away[0], away[1] = -1.0, 0.8
     states = torch.tensor([STANDING, away])
-    frames = {
-        (t, c): Scene(64, 64, t, c, 1, 2, CPU).draw(states)[0].float()
-        for t in ("realistic", "original")
-        for c in ("fixed", "original")
-    }
-    for textures in ("realistic", "original"):
-        moved = {
-            camera: (frames[textures, camera][0] - frames[textures, camera][1]).abs().mean()
-            for camera in ("fixed", "original")
-        }
-        figure = frames[textures, "original"][:, :, 16:56, 24:40]
-        assert moved["fixed"] > 3 and (figure[0] - figure[1]).abs().mean() < 40
-    assert (frames["realistic", "fixed"] - frames["original", "fixed"]).abs().mean() > 30
+    looks = [(textures, camera) for textures in ("realistic", "original") for camera in ("fixed", "original")]
+    frames = {look: Scene(64, 64, *look, 1, 2, CPU).draw(states)[0].float() for look in looks}
+    for i, look in enumerate(looks):
+        for other in looks[:i]:
+            assert (frames[look] - frames[other]).abs().mean() > 5
+    for camera, moves in (("fixed", True), ("original", False)):
+        red, green, blue = frames["realistic", camera].unbind(1)
+        thighs = (blue > red + 60) & (blue > green + 40) & (torch.arange(64)[:, None] > 28)  # below the sky
+        column = (thighs * torch.arange(64)).sum((1, 2)) / thighs.sum((1, 2))
+        assert thighs.sum((1, 2)).min() > 5 and ((column[0] - column[1]).abs() > 6) == moves
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
@@ -328,3 +331,74 @@ def test_replay_buffer_wraps_around_and_keeps_the_newest():
     other.load_state_dict(rb.state_dict())
     again = other.sample(1000, torch.Generator().manual_seed(0))
     assert all(torch.equal(a, b) for a, b in zip((obs, next_obs, actions, rewards), again))
+
+
+# ---- Several processes
+
+PROCESS = """
+import torch, torch.distributed as dist
+from sac_clip_humanoid import RANK, Actor, Normalize, average_gradients, my_part
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+actor, norm, obs = Actor(), Normalize(), torch.randn(30, 348) * 3 + 1
+first, n = my_part(30)
+norm.update(obs[first : first + n])
+loss = actor.get_action(norm(obs[first : first + n]), torch.zeros(n, 17))[1].mean()
+loss.backward()
+average_gradients(list(actor.parameters()))
+torch.save({"norm": norm.state_dict(), "gradients": [p.grad for p in actor.parameters()]}, f"{RANK}.pt")
+"""
+
+
+def torchrun(*arguments, folder: Path, processes: int = 2) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(list(map(str, command)), cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_processes_see_all_observations_and_average_their_gradients(tmp_path):
+    (tmp_path / "process.py").write_text(PROCESS)
+    for processes in (1, 2):
+        done = torchrun("process.py", folder=tmp_path, processes=processes)
+        assert done.returncode == 0, done.stderr
+        if processes == 1:
+            alone = torch.load(tmp_path / "0.pt")
+    for rank in (0, 1):
+        together = torch.load(tmp_path / f"{rank}.pt")
+        for name, value in alone["norm"].items():
+            torch.testing.assert_close(together["norm"][name], value)
+        for a, b in zip(alone["gradients"], together["gradients"]):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_two_processes_train_save_and_go_on_exactly(tmp_path):
+    options = (
+        "--num-envs 5 --episode-length 10 --total-timesteps 400 --learning-starts 100 --gradient-steps 5 --batch-size 31 "
+    )
+    options += "--buffer-size 200 --episodes 2 --device cpu --clip-model tiny --checkpoint-every 50"
+    script = ROOT / "sac_clip_humanoid.py"
+    done = torchrun(script, *options.split(), "--run-dir", "whole", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("CLIP model tiny") == 1 and done.stdout.count("success rate") == 1  # one process speaks
+    whole = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)
+    assert whole["global_step"] == 400 and len(whole["others"]) == 1
+    assert whole["rb"]["size"] == whole["others"][0]["rb"]["size"] == 100
+    assert not torch.equal(whole["rb"]["actions"], whole["others"][0]["rb"]["actions"])
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *options.split()]
+    with subprocess.Popen([*map(str, command), "--run-dir", "part"], cwd=tmp_path, start_new_session=True) as process:
+        while not (tmp_path / "part" / "best.pt").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    alone = subprocess.run([sys.executable, script, "--resume", "part"], cwd=tmp_path, capture_output=True, text=True)
+    assert alone.returncode == 2 and "this run has 2 processes, not 1" in alone.stderr and alone.stderr.count("\n") == 1
+    done = torchrun(script, "--resume", "part", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    part = torch.load(tmp_path / "part" / "checkpoint.pt", weights_only=True)
+    assert all(torch.equal(weight, part["actor"][name]) for name, weight in whole["actor"].items())
+    assert all(
+        torch.equal(a, part["others"][0]["rb"][name])
+        for name, a in whole["others"][0]["rb"].items()
+        if name in ReplayBuffer.FIELDS
+    )
