@@ -16,7 +16,21 @@ from PIL import Image
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 import sac_clip_humanoid
-from sac_clip_humanoid import TASKS, XML, Actor, Humanoid, Normalize, ReplayBuffer, Scene, doing_splits, success_rate, tilt
+from clip_reward import CLIPReward
+from sac_clip_humanoid import (
+    TASKS,
+    XML,
+    Actor,
+    Args,
+    Humanoid,
+    Labeller,
+    Normalize,
+    ReplayBuffer,
+    Scene,
+    doing_splits,
+    success_rate,
+    tilt,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -25,9 +39,8 @@ DATA = mujoco.MjData(MODEL)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_physics_start_states_and_observations_are_gymnasiums(threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+def test_physics_start_states_and_observations_are_gymnasiums(threads, monkeypatch):
+    monkeypatch.setattr(sac_clip_humanoid, "THREADS", threads)
     envs = Humanoid(3, 100, CPU)
     references = [gym.make("Humanoid-v5", terminate_when_unhealthy=False).unwrapped for _ in range(3)]
     obs, infos = envs.reset(seed=5)
@@ -47,20 +60,23 @@ def test_physics_start_states_and_observations_are_gymnasiums(threads):
             assert not rewards.any() and not terminations.any() and (truncations == (t == 99)).all()
         moved = max(moved, np.abs(envs.states - MODEL.qpos0).max())
     assert moved > 0.5
-    torch.set_num_threads(before)
 
 
-def test_any_number_of_threads_gives_the_same():
-    before, results = torch.get_num_threads(), []
+def test_any_number_of_threads_gives_the_same(monkeypatch):
+    results, reward_model = [], CLIPReward("tiny", "a humanoid robot kneeling")
     for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
+        monkeypatch.setattr(sac_clip_humanoid, "THREADS", threads)
         envs, rng = Humanoid(7, 100, CPU), torch.Generator().manual_seed(0)
         envs.reset(seed=1)
-        for _ in range(40):
+        for _ in range(30):
             obs, _, _, _, infos = envs.step(torch.rand(7, 17, generator=rng) * 0.8 - 0.4)
-        frames, points = Scene(32, 32, "realistic", "fixed", 1, 4, CPU).draw(infos["states"])
-        results.append([obs, infos["states"], frames, *points.values()])
-    torch.set_num_threads(before)
+        labeller = Labeller(reward_model, Args(task="kneeling", clip_batch_size=2))
+        assert len(labeller.scenes) == threads
+        labeller.submit(infos["states"])
+        results.append([obs, infos["states"], *labeller.result()[:2]])
+        frames, points = labeller.scenes[0].draw(infos["states"])
+        torch.testing.assert_close(results[-1][2], reward_model(frames), atol=1e-5, rtol=0)
+        assert torch.equal(results[-1][3], TASKS["kneeling"][1](points))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
