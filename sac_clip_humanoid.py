@@ -106,7 +106,7 @@ class Args:
     """share of the critics that the target critics take over at each update"""
     batch_size: int = 256
     """transitions per update, over all processes (paper: 512)"""
-    ent_coef: float = 0.1
+    ent_coef: float = 0.01
     """weight of the policy's entropy at the start; it is then tuned to keep the entropy at -17, minus one per action (paper: 1.0)"""
     normalize_obs: bool = True
     """scale observations by their running mean and variance (paper: no)"""
@@ -700,30 +700,39 @@ def success_rate(goals: torch.Tensor) -> torch.Tensor:
     return (goals.float().mean(0) >= 0.5).float().mean()
 
 
+def draw_large(states: torch.Tensor, size: int, args: Args) -> np.ndarray:
+    """States (N, 24) -> smooth frames for people (N, size, size, 3) uint8."""
+    n = THREADS if states.device.type == "cpu" else 1
+    scenes = [Scene(size, size, args.textures, args.camera, 2, 8, states.device) for _ in range(n)]
+    frames = np.empty((len(states), size, size, 3), dtype=np.uint8)
+    with ThreadPoolExecutor(n) as pool:
+        for k, part in enumerate(pool.map(lambda k: scenes[k].draw(states[k::n])[0], range(n))):
+            frames[k::n] = part.permute(0, 2, 3, 1).cpu().numpy()
+    return frames
+
+
 def picture(states: torch.Tensor, rewards: torch.Tensor, args: Args) -> Image.Image:
     """States (T, N, 24) and their rewards (T, N) -> a contact sheet: eight frames of an episode a row, with step and CLIP reward."""
-    size, device = 240, states.device
-    steps = torch.linspace(0, len(states) - 1, 8).round().long().to(device)
-    scene = Scene(size - 4, size - 4, args.textures, args.camera, 2, 8, device)
+    size = 240
+    steps = torch.linspace(0, len(states) - 1, 8).round().long().to(states.device)
+    frames = draw_large(states[steps].transpose(0, 1).flatten(0, 1), size - 4, args)
     sheet = Image.new("RGB", (8 * size, states.shape[1] * (size + 22)), "gray")
     pen = ImageDraw.Draw(sheet)
-    for row in range(states.shape[1]):
-        for k, frame in enumerate(scene.draw(states[steps, row])[0].permute(0, 2, 3, 1).cpu().numpy()):
-            text = f"step {steps[k] + 1}   reward {rewards[steps[k], row]:.3f}"
-            sheet.paste(Image.fromarray(frame), (k * size + 2, row * (size + 22) + 2))
-            pen.text((k * size + 40, row * (size + 22) + size), text, "white", ImageFont.load_default(14))
+    for n, frame in enumerate(frames):
+        row, k = divmod(n, 8)
+        sheet.paste(Image.fromarray(frame), (k * size + 2, row * (size + 22) + 2))
+        text = f"step {steps[k] + 1}   reward {rewards[steps[k], row]:.3f}"
+        pen.text((k * size + 40, row * (size + 22) + size), text, "white", ImageFont.load_default(14))
     return sheet
 
 
 def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, args: Args) -> None:
     """States (T, N, 24) and rewards (T, N) -> the N episodes one after another as an mp4, each frame with its CLIP reward."""
     temporary = path.with_suffix(".tmp.mp4")
-    scene = Scene(384, 384, args.textures, args.camera, 2, 10, states.device)
     with iio.imopen(temporary, "w", plugin="pyav") as file:
         file.init_video_stream("libx264", fps=30)  # less than half of the real speed, which is 67
-        for episode in range(states.shape[1]):
-            frames = [scene.draw(chunk)[0].permute(0, 2, 3, 1) for chunk in states[:, episode].split(10)]
-            for frame, reward in zip(torch.cat(frames).cpu().numpy(), rewards[:, episode]):
+        for episode in trange(states.shape[1], desc="draw the video", leave=False):
+            for frame, reward in zip(draw_large(states[:, episode], 384, args), rewards[:, episode]):
                 frame = Image.fromarray(frame)
                 text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
                 ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
@@ -921,7 +930,8 @@ def main() -> None:
         del checkpoint, own  # the replay buffer is large
     else:
         try:
-            args.run_dir.mkdir(parents=True, exist_ok=RANK > 0)
+            if RANK == 0:
+                args.run_dir.mkdir(parents=True)
         except OSError as error:
             fail(f"cannot write to {args.run_dir}: {error.strerror}")
         save_checkpoint()

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "tiny_clip"))
 import train  # noqa: E402
 
 import dqn_clip_cartpole  # noqa: E402
+import sac_clip_humanoid  # noqa: E402
 import sac_clip_mountaincar  # noqa: E402
 from clip_reward import CLIPReward  # noqa: E402
 
@@ -22,6 +23,14 @@ PAPER = {
     "pole and cart",
     "a car at the peak of the mountain, next to the yellow flag",
     "a car in the mountain",
+    "a humanoid robot kneeling",
+    "a humanoid robot seated down, meditating in the lotus position",
+    "a humanoid robot standing up",
+    "a humanoid robot standing up, with both arms raised",
+    "a humanoid robot practicing gymnastics, doing the side splits",
+    "a humanoid robot standing up with hands on hips",
+    "a humanoid robot standing up, with its arms crossed",
+    "a humanoid robot standing up on one leg",
 }
 
 
@@ -65,21 +74,43 @@ def test_reward_shows_the_way_to_the_flag(textures, alpha):
     assert places[reward(sac_clip_mountaincar.draw(places[:, None], 64, 64, textures)).argmax()] >= 0.449
 
 
-SCENES = ["cartpole_scene", "mountaincar_scene"]
+@pytest.mark.parametrize(
+    "textures, camera, area, distance", [("realistic", "fixed", 0.95, 0.35), ("original", "original", 0.85, 0.45)]
+)
+def test_kneeling_is_rewarded_more_than_the_rest(textures, camera, area, distance):
+    """On as many states that fulfil the task's condition as others, in motion and at rest, of a seed that training has not seen."""
+    scene = sac_clip_humanoid.Scene(64, 64, textures, camera, 1, 128, torch.device("cpu"))
+    frames, points = scene.draw(train.humanoid_states(4000, np.random.default_rng(123)))
+    kneels = sac_clip_humanoid.TASKS["kneeling"][1](points)
+    rewards = CLIPReward("tiny", "a humanoid robot kneeling")(frames).double()
+    yes, no = rewards[kneels], rewards[~kneels][: kneels.sum()]
+    assert len(yes) == len(no) > 100
+    above = (yes[:, None] > no).double().mean()
+    assert above >= area
+    both, label = torch.cat([yes, no]), torch.arange(2 * len(yes)) < len(yes)
+    assert train.roc_auc(both, label) == pytest.approx(above.item(), abs=1e-9)
+    assert math.sqrt((1 - np.corrcoef(both, label)[0, 1]) / 2) <= distance
+
+
+SCENES = ["cartpole_scene", "mountaincar_scene", "humanoid_scene"]
 
 
 @pytest.fixture(scope="module")
 def batches():
-    return {name: [getattr(train, name)(500, np.random.default_rng(seed)) for seed in range(20)] for name in SCENES}
+    scenes = {name: getattr(train, name) for name in SCENES[:2]} | {
+        "humanoid_scene": train.HumanoidScene(1500, np.random.default_rng(0))
+    }
+    return {name: [scene(500, np.random.default_rng(seed)) for seed in range(20)] for name, scene in scenes.items()}
 
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_no_caption_holds_a_held_out_prompt_and_all_fit_the_context(scene, batches):
-    assert PAPER < train.HELD_OUT
+    assert PAPER < train.HELD_OUT and train.HUMANOID_BASELINE == "a humanoid robot"
     tokenizer = open_clip.SimpleTokenizer()
     captions = {caption for _, captions, _, _ in batches[scene] for caption in captions}
     assert len(captions) > 3000
     assert not any(sentence in caption for caption in captions for sentence in train.HELD_OUT)
+    assert "a humanoid robot" not in captions  # that baseline is held out as a whole: every other caption may say what it does
     assert not any(word in caption for caption in captions for word in ("MOUNTAIN", "FLAG", "EXACTLY", "|"))
     assert max(len(tokenizer.encode(caption)) for caption in captions) + 2 <= train.MODEL_CFG["text_cfg"]["context_length"]
 
@@ -148,6 +179,46 @@ def test_mountaincar_captions_say_where_the_car_is(batches, monkeypatch):
     assert len(seen) == 10
 
 
+def test_humanoid_captions_say_what_holds(batches):
+    """Words against the state from which the frame was drawn, which captions may misjudge by some centimetres."""
+    states = train.humanoid_states(600, np.random.default_rng(5))
+    scene = train.HumanoidScene(600, np.random.default_rng(5))  # the same states, described
+    points = sac_clip_humanoid.Scene(8, 8, "original", "fixed", 1, 600, torch.device("cpu")).draw(states)[1]
+    head, tilts = points["head"][:, 2], sac_clip_humanoid.tilt(points)
+    knees = torch.maximum(points["right_knee"][:, 2], points["left_knee"][:, 2])
+    rng, seen = np.random.default_rng(0), set()
+    assert len(scene.names) == scene.facts.shape[1] == len(train.HUMANOID_WORDS) + 1 and scene.names[:-1] == list(
+        train.HUMANOID_WORDS
+    )
+    for _ in range(8):
+        for i, facts in enumerate(scene.facts.numpy()):
+            says = np.zeros(len(facts), dtype=bool)
+            caption = scene.describe(facts, says, rng)
+            for words, holds in (
+                ("head above 90 cm", head[i] > 0.8),
+                ("head lower than 60 cm", head[i] < 0.7),
+                ("leaning more than 40 degrees", tilts[i] > 25),
+                ("tilted under 20 degrees", tilts[i] < 35),
+                ("is on its knees", knees[i] < 0.2 and tilts[i] < 60),
+                ("kneeling upright", knees[i] < 0.2 and tilts[i] < 60),
+                ("standing on its feet", head[i] > 1.1),
+                ("lying on its back", head[i] < 0.5 and tilts[i] > 40),
+                ("knees below 20 cm", knees[i] < 0.3),
+            ):
+                if words in caption and "not " + words not in caption:
+                    assert holds, caption
+                    seen.add(words)
+            named = np.flatnonzero(says)
+            assert all(train.HUMANOID_WORDS[scene.names[k]][0 if facts[k] else 1] for k in named if k < len(facts) - 1)
+    assert len(seen) >= 7
+    frames, captions, facts, mentioned = batches["humanoid_scene"][0]
+    true = train.is_true(facts, mentioned)
+    slow = (facts[:, None] == facts[None]) | ~mentioned[:, None]
+    assert torch.equal(true, slow.all(-1)) and true.diagonal().all() and not true.all()
+    look = facts[:, -1].bool()
+    assert (frames[look].float().mean((1, 2, 3)).min() > 120) and (frames[~look].float().mean((1, 2, 3)).max() < 120)
+
+
 def test_loss_asks_for_all_true_pairs():
     eye = torch.eye(6)
     true = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4))
@@ -160,8 +231,8 @@ def test_loss_asks_for_all_true_pairs():
 
 
 def test_training_writes_a_model_that_loads(tmp_path):
-    train.train(train.Args(output=tmp_path, steps=2, batch_size=16))
-    train.train(train.Args(output=tmp_path / "again", steps=2, batch_size=16))
+    train.train(train.Args(output=tmp_path, steps=2, batch_size=32, humanoid_states=50))
+    train.train(train.Args(output=tmp_path / "again", steps=2, batch_size=32, humanoid_states=50))
     weights = [(folder / "open_clip_model.safetensors").read_bytes() for folder in (tmp_path, tmp_path / "again")]
     assert weights[0] == weights[1]  # same seed, same model
     CLIPReward(f"local-dir:{tmp_path}", "pole upright")

@@ -33,7 +33,7 @@ from clip_reward import CLIPReward, RewardModelError  # noqa: E402
 SIZE = 64  # pixels, frames are square
 MODEL_CFG = {
     "embed_dim": 128,
-    "vision_cfg": {"image_size": SIZE, "layers": [2, 2, 2, 2], "width": 16, "patch_size": None},
+    "vision_cfg": {"image_size": SIZE, "layers": [1, 1, 1, 1], "width": 16, "patch_size": None},
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2},
 }
 PREPROCESS_CFG = {"size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "squash"}
@@ -75,11 +75,11 @@ class Args:
     """only print the held-out figures of the model in `output`"""
     output: Path = HERE
     """folder for the model"""
-    steps: int = 1100
+    steps: int = 1000
     """optimizer steps"""
     batch_size: int = 1024
     """image-text pairs a step, as many of each scene"""
-    humanoid_states: int = 160_000
+    humanoid_states: int = 120_000
     """states of the humanoid that are simulated and drawn before the training; the other scenes are drawn anew for each batch"""
     learning_rate: float = 2e-3
     """peak of the cosine schedule"""
@@ -329,8 +329,8 @@ MOTORS = [1, 0, *range(2, 17)]  # their order among the joints: the XML names th
 SNAPSHOTS = (0, 3, 8, 15, 25, 40)  # environment steps after which a pose is looked at
 
 
-def humanoid_targets(n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """n poses: joint angles (n, 17) in the order of qpos, and how far the trunk leans forwards (n,), in radians."""
+def poses(n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """n hand-made poses with generous noise: orientations of the trunk (n, 4), quaternions; joint angles (n, 17), in radians."""
     legs, arms = np.array(list(LEGS.values()), dtype=float), np.array(list(ARMS.values()), dtype=float)
 
     def some(poses: np.ndarray) -> np.ndarray:
@@ -343,64 +343,97 @@ def humanoid_targets(n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.n
     stand = rng.random((n, 1)) < 0.12  # on one leg, with the other anywhere
     pose = np.where(stand, legs[0], pose)
     free = rng.uniform((-25, -30, -110, -120), (0, 20, 0, -5), (n, 4))
-    right, left = pose[:, :4], np.where(stand, free, change(0.3, pose, some(legs))[:, :4])
-    right_arm = change(0.3, some(arms), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
-    left_arm = change(0.3, change(0.3, right_arm, some(arms)), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
+    right, left = pose[:, :4], np.where(stand, free, change(0.2, pose, some(legs))[:, :4])
+    right_arm = change(0.2, some(arms), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
+    left_arm = change(0.2, change(0.3, right_arm, some(arms)), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
     swap, swap_arms = rng.random((2, n, 1)) < 0.5
     right, left = np.where(swap, left, right), np.where(swap, right, left)
     right_arm, left_arm = np.where(swap_arms, left_arm, right_arm), np.where(swap_arms, right_arm, left_arm)
     waist = rng.normal(0, (8, 12, 8), (n, 3)) + pose[:, 4:5] * [0, 1, 0]  # about z, y, x
     angles = np.concatenate([waist, right, left, right_arm, left_arm * [-1, -1, 1]], axis=1)
-    angles += rng.normal(0, 1, angles.shape) * rng.choice([4, 12, 30], size=(n, 1), p=[0.3, 0.4, 0.3])
-    return np.radians(angles), np.radians(pose[:, 5])
+    angles += rng.normal(0, 1, angles.shape) * rng.choice([4, 12, 30], size=(n, 1), p=[0.4, 0.4, 0.2])
+
+    yaw = np.where(rng.random(n) < 0.75, rng.normal(0, 25, n), rng.uniform(-180, 180, n))
+    pitch, roll = rng.normal(0, 1, (2, n)) * rng.choice([4, 15], size=(2, n)) + [pose[:, 5], 0 * pose[:, 5]]
+    lying = rng.random(n) < 0.15
+    pitch += lying * (rng.choice([-90, 90, 0, 60, -60], size=n) + rng.normal(0, 15, n))
+    roll += lying * rng.choice([0, 0, 90, -90], size=n)
+    turns = np.empty((n, 4))
+    for turn, angle in zip(turns, np.radians([yaw, pitch, roll]).T):
+        mujoco.mju_euler2Quat(turn, angle, "zyx")
+    return turns, np.radians(angles)
+
+
+def variations(states: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """States (n, 24) -> what `poses` returns, for poses like theirs with some joints and the trunk turned."""
+    n = len(states)
+    angles = states[:, 7:] + np.radians(
+        rng.normal(0, 30, (n, 17)) * (rng.random((n, 17)) < rng.choice([0.15, 0.4], size=(n, 1)))
+    )
+    turns = states[:, 3:7].astype(float)
+    for turn, by, about in zip(turns, rng.normal(0, 0.25, (n, 3)), rng.normal(0, 0.6, n)):
+        mujoco.mju_quatIntegrate(turn, by, 1)  # about the trunk's own axes ...
+        yaw = np.array([math.cos(about / 2), 0, 0, math.sin(about / 2)])
+        mujoco.mju_mulQuat(turn, yaw, turn.copy())  # ... and the vertical
+    return turns, angles
+
+
+def play(
+    turns: np.ndarray, angles: np.ndarray, envs: sac_clip_humanoid.Humanoid, rng: np.random.Generator
+) -> list[torch.Tensor]:
+    """Poses as `poses` returns them, one for each environment -> states (n, 24) after each number of steps in SNAPSHOTS.
+
+    A quarter starts as every episode does, in the air and upright, and moves into the pose; the others start in it, most of them
+    on the floor. Some hold it, firmly or weakly, some let go, and some jerk about.
+    """
+    n, model = envs.num_envs, envs.model
+    envs.reset(seed=int(rng.integers(2**31)))
+    angles = angles.clip(*model.jnt_range[1:].T)
+    for i in range(n // 4, n):
+        data = envs.datas[i]
+        data.qpos[:2], data.qpos[3:7], data.qpos[7:], data.qvel[:] = rng.normal(0, 0.3, 2), turns[i], angles[i], 0
+        mujoco.mj_kinematics(model, data)
+        below = data.geom_xpos[1:, 2] - model.geom_size[1:, 0] - abs(data.geom_xmat[1:, 8]) * model.geom_size[1:, 1]
+        data.qpos[2] -= below.min() - rng.choice([0.005, rng.uniform(0, 0.3)], p=[0.8, 0.2])
+    envs.each(mujoco.mj_forward)
+    hold = rng.choice([0, 0.3, 1], size=(n, 1), p=[0.15, 0.25, 0.6])
+    jerk = rng.choice([0, 1], size=(n, 1), p=[0.7, 0.3])
+    states = []
+    for step in range(SNAPSHOTS[-1] + 1):
+        if step in SNAPSHOTS:
+            states.append(torch.tensor(envs.states, dtype=torch.float32))
+        if step % 5 == 0:
+            shake = rng.uniform(-0.4, 0.4, (n, 17)) * jerk
+        speeds = np.stack([data.qvel[6:] for data in envs.datas])
+        torques = hold * (1.5 * (angles - envs.states[:, 7:]) - 0.08 * speeds)
+        envs.step(torch.from_numpy((torques[:, MOTORS] + shake).clip(-0.4, 0.4)))
+    return states
 
 
 def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
-    """n states (n, 24) of the humanoid: poses and what becomes of them, falls, and random motion from the usual start."""
+    """n states (n, 24) of the humanoid: poses and what becomes of them, and variations of what came out, of each posture alike.
+
+    The variations are what a policy finds that is paid for a posture: states around it in all directions.
+    """
     num_envs = min(256, n)
     envs = sac_clip_humanoid.Humanoid(num_envs, 100, torch.device("cpu"))
-    low, high = envs.model.jnt_range[1:].T
-    states = []
-    progress = tqdm(total=n, desc="simulate the humanoid", unit="state", leave=False)
-    while len(states) * num_envs < n:
-        envs.reset(seed=int(rng.integers(2**31)))
-        angles, lean = humanoid_targets(num_envs, rng)
-        angles = angles.clip(low, high)
-        # A quarter starts as every episode does, in the air and upright, and moves into the pose; the others start in it.
-        posed = np.arange(num_envs) >= num_envs // 4
-        yaw = np.where(rng.random(num_envs) < 0.75, rng.normal(0, 25, num_envs), rng.uniform(-180, 180, num_envs))
-        pitch = np.degrees(lean) + rng.normal(0, 1, num_envs) * rng.choice([4, 15, 35], size=num_envs)
-        roll = rng.normal(0, 1, num_envs) * rng.choice([4, 15, 35], size=num_envs)
-        lying = rng.random(num_envs) < 0.15
-        pitch[lying] = rng.choice([-90, 90, 0, 60, -60], size=lying.sum()) + rng.normal(0, 15, lying.sum())
-        roll[lying] += rng.choice([0, 0, 90, -90], size=lying.sum())
-        turns = np.radians(np.stack([yaw, pitch, roll], axis=1))
-        for i in np.flatnonzero(posed):
-            data = envs.datas[i]
-            data.qpos[:2] = rng.normal(0, 0.3, 2)
-            mujoco.mju_euler2Quat(data.qpos[3:7], turns[i], "zyx")
-            data.qpos[7:], data.qvel[:] = angles[i], 0
-            mujoco.mj_kinematics(envs.model, data)
-            reach = (
-                envs.model.geom_size[1:, 0] + abs(data.geom_xmat[1:, 8]) * envs.model.geom_size[1:, 1]
-            )  # below each geom's middle
-            data.qpos[2] -= (data.geom_xpos[1:, 2] - reach).min() - rng.choice([0.005, rng.uniform(0, 0.3)], p=[0.8, 0.2])
-        envs.each(mujoco.mj_forward)
-        hold = rng.choice([0, 0.3, 1], size=(num_envs, 1), p=[0.15, 0.25, 0.6])  # let go, weak or firm
-        jerk = rng.choice([0, 1], size=(num_envs, 1), p=[0.7, 0.3])
-        actions = np.zeros((num_envs, sac_clip_humanoid.ACTION_SIZE))
-        for step in range(SNAPSHOTS[-1] + 1):
-            if step in SNAPSHOTS:
-                states.append(torch.tensor(envs.states, dtype=torch.float32))
-                progress.update(num_envs)
-            qpos, qvel = envs.states[:, 7:], np.stack([data.qvel[6:] for data in envs.datas])
-            torque = hold * (1.5 * (angles - qpos) - 0.08 * qvel)
-            if step % 5 == 0:
-                shake = rng.uniform(-0.4, 0.4, actions.shape) * jerk
-            actions = (torque[:, MOTORS] + shake).clip(-0.4, 0.4)
-            envs.step(torch.from_numpy(actions))
-    progress.close()
-    return torch.cat(states)[torch.from_numpy(rng.permutation(len(states) * num_envs)[:n])]
+    states, showing = [], None
+    with tqdm(total=n, desc="simulate the humanoid", unit="state", leave=False) as progress:
+        while len(states) * num_envs < n:
+            if len(states) * num_envs < n // 2:
+                turns, angles = poses(num_envs, rng)
+            else:
+                if showing is None:
+                    first = torch.cat(states)
+                    locate = sac_clip_humanoid.Scene(8, 8, "original", "fixed", 1, 1024, torch.device("cpu"))
+                    facts = humanoid_facts(locate.draw(first)[1], np.array([CAMERAS["fixed"]]), rng)
+                    showing = [facts[name].nonzero()[:, 0].numpy() for name in list(facts)[:POSTURES] if facts[name].any()]
+                parents = [rng.choice(showing[rng.integers(len(showing))]) for _ in range(num_envs)]
+                turns, angles = variations(first[parents].numpy(), rng)
+            states += play(turns, angles, envs, rng)
+            progress.update(num_envs * len(SNAPSHOTS))
+    states = torch.cat(states)
+    return states[torch.from_numpy(rng.permutation(len(states))[:n])]
 
 
 def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.random.Generator) -> dict[str, torch.Tensor]:
