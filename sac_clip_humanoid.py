@@ -862,7 +862,7 @@ def main() -> None:
         )
     except RewardModelError as error:
         fail(str(error))
-    about = " (bundled: it does not know the humanoid yet, good for trying the code only, no evidence of zero-shot ability)"
+    about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     if RANK == 0:
         print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} on {args.device}")
         print(f"prompt {'; '.join(args.prompt)}; {f'success is measured as {args.task}' if args.task else 'no known task'}")

@@ -368,7 +368,9 @@ def variations(states: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray
     """States (n, 24) -> what `poses` returns, for poses like theirs with some joints and the trunk turned."""
     n = len(states)
     angles = states[:, 7:] + np.radians(
-        rng.normal(0, 30, (n, 17)) * (rng.random((n, 17)) < rng.choice([0.15, 0.4], size=(n, 1)))
+        rng.choice([10, 30], size=(n, 1))
+        * rng.normal(0, 1, (n, 17))
+        * (rng.random((n, 17)) < rng.choice([0.15, 0.4], size=(n, 1)))
     )
     turns = states[:, 3:7].astype(float)
     for turn, by, about in zip(turns, rng.normal(0, 0.25, (n, 3)), rng.normal(0, 0.6, n)):
@@ -459,6 +461,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     facts |= {
         "nearly kneeling": low_knees & ~facts["kneeling"],
         "far from kneeling": ~low_knees & ~facts["kneeling"],
+        "a knee lifted": low_knees & (knees.amin(0) < s.KNEE + 0.03) & (knees.amax(0) > s.KNEE + s.TOUCH),
         "one knee": knees_down.any(0) & ~knees_down.all(0) & feet_down.any(0) & (tilt < 45) & (seat > 0.25),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
@@ -503,13 +506,19 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     return facts
 
 
-HEAD_CM, SEAT_CM, TILTS, KNEE_CM = range(30, 151, 15), range(20, 91, 10), range(10, 91, 10), range(10, 61, 10)
+HEAD_CM, SEAT_CM, TILTS, KNEE_CM = (
+    range(30, 151, 15),
+    range(20, 91, 10),
+    range(10, 91, 10),
+    (8, 10, 12, 15, 20, 30, 40, 50, 60),
+)
 HAND_CM, SPREADS, FOOT_CM = range(20, 181, 20), range(30, 111, 20), range(15, 76, 15)
 HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; most say something in one case only
     "kneeling": (
         "kneeling|kneeling down|on its knees|on both knees|kneeling on the floor|kneeling on both knees|down on its knees|"
-        "in a kneeling position|kneeling upright|that kneels|kneeling on the ground|that is kneeling",
-        "not kneeling|not on its knees",
+        "in a kneeling position|kneeling upright|that kneels|kneeling on the ground|that is kneeling|that has knelt|"
+        "after it knelt on the floor",
+        "not kneeling|not on its knees|that has not knelt",
     ),
     "lotus-position": (
         "in the lotus position|meditating|seated in the lotus position|sitting in lotus pose|in a meditation pose|sitting cross-legged|"
@@ -547,6 +556,10 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
     ),
     "nearly kneeling": ("almost kneeling|nearly on its knees|close to kneeling|about to kneel", ""),
     "far from kneeling": ("far from kneeling|nowhere near kneeling", ""),
+    "a knee lifted": (
+        "almost kneeling, one knee off the floor|low down, with one knee lifted off the floor|with only one knee touching",
+        "",
+    ),
     "one knee": ("on one knee|down on one knee|with one knee on the floor and one foot in front|half kneeling", ""),
     "on the heels": ("sitting on its heels|kneeling and sitting on its heels|kneeling low", ""),
     "straight kneeling": ("kneeling with straight hips|kneeling tall|kneeling with its trunk high", ""),
@@ -631,7 +644,7 @@ for name, limits, yes, no in (
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 19  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 20  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
