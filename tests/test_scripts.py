@@ -265,7 +265,7 @@ BAD = [
 def test_bad_input_is_one_line_and_exit_code_2(arguments, expected, unbroken, tmp_path, monkeypatch, capsys):
     script, run_dir = unbroken
     if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("this machine has the CUDA device that the test wants to be absent")
+        pytest.skip("a GPU is here: that --device cuda is refused where there is none can only be seen without one")
     (tmp_path / "FILE").write_text("not a checkpoint")
     torch.save({"script": "another", "settings": {}}, tmp_path / "FOREIGN")
     for folder in ("ONLYBEST", "LOCKED"):

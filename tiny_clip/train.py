@@ -78,7 +78,7 @@ class Args:
     steps: int = 1100
     """optimizer steps"""
     batch_size: int = 1024
-    """image-text pairs a step, as many of each scene"""
+    """image-text pairs a step, over all scenes"""
     humanoid_states: int = 120_000
     """states of the humanoid that are simulated and drawn before the training; the other scenes are drawn anew for each batch"""
     learning_rate: float = 2e-3
