@@ -84,14 +84,14 @@ class Args:
     """seed of the weights, the start states and the exploration"""
     device: str | None = None
     """cpu or cuda (default: cuda where there is one)"""
-    total_timesteps: int = 400_000
+    total_timesteps: int = 320_000
     """environment steps over all environments, rounded up to whole rounds of one episode in each of them
     (paper: 10,000,000, with a model that has never seen the scene)"""
     num_envs: int = 32
     """environments simulated side by side, over all processes"""
     episode_length: int = 100
     """steps of every episode, of 15 ms"""
-    gradient_steps: int = 200
+    gradient_steps: int = 300
     """updates after each round (paper: 100)"""
 
     learning_starts: int = 6_400
@@ -106,10 +106,16 @@ class Args:
     """share of the critics that the target critics take over at each update"""
     batch_size: int = 256
     """transitions per update, over all processes (paper: 512)"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.03
     """weight of the policy's entropy at the start; it is then tuned to keep the entropy at -17, minus one per action (paper: 1.0)"""
     normalize_obs: bool = True
     """scale observations by their running mean and variance (paper: no)"""
+    normalize_reward: bool = True
+    """scale rewards by their running mean and variance: CLIP's hardly vary (paper: no)"""
+    policy_frequency: int = 2
+    """updates of the critics per update of the actor (paper: 1)"""
+    layer_norm: bool = True
+    """layer normalization in the critics (paper: no)"""
 
     run_dir: Path | None = None
     """folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)"""
@@ -132,7 +138,7 @@ class Args:
 
 
 PAPER = {"total_timesteps": 10_000_000, "gradient_steps": 100, "learning_starts": 50_000, "batch_size": 512, "ent_coef": 1.0}
-PAPER |= {"normalize_obs": False, "paper": True}
+PAPER |= {"normalize_obs": False, "normalize_reward": False, "layer_norm": False, "policy_frequency": 1, "paper": True}
 
 # ---- Environment
 
@@ -534,27 +540,27 @@ class ReplayBuffer:
 
 
 class Normalize(nn.Module):
-    """Observations (N, 348) -> the same scaled by the mean and variance of all that `update` has seen, cut to ±10."""
+    """Values (N, size) -> the same scaled by the mean and variance of all that `update` has seen, cut to ±10."""
 
-    def __init__(self):
+    def __init__(self, size: int):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(OBS_SIZE))
-        self.register_buffer("var", torch.ones(OBS_SIZE))
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
 
-    def update(self, obs: torch.Tensor) -> None:
-        """Take in observations (N, 348) of this process, and of all the others."""
-        obs = obs.double()  # in single precision the variance of what hardly varies is lost to rounding
-        sums = total(torch.cat([obs.new_tensor([len(obs)]), obs.sum(0), obs.square().sum(0)]))
-        count, mean, square = sums[0], *(sums[1:].view(2, OBS_SIZE) / sums[0])
+    def update(self, values: torch.Tensor) -> None:
+        """Take in values (N, size) of this process, and of all the others."""
+        values = values.double()  # in single precision the variance of what hardly varies is lost to rounding
+        sums = total(torch.cat([values.new_tensor([len(values)]), values.sum(0), values.square().sum(0)]))
+        count, mean, square = sums[0], *(sums[1:].view(2, -1) / sums[0])
         var = (square - mean.square()).clamp(0)
         share, delta = count / (self.count + count), mean - self.mean  # of the new ones (Chan et al.'s parallel variance)
         self.var.copy_((1 - share) * self.var + share * var + share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
         self.count.add_(count)
 
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return ((obs - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return ((values - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
 
 
 LOG_STD_MIN, LOG_STD_MAX = -5, 2
@@ -563,10 +569,13 @@ LOG_STD_MIN, LOG_STD_MAX = -5, 2
 class SoftQNetwork(nn.Module):
     """Normalized observations (N, 348) and actions (N, 17) -> action values (N,)."""
 
-    def __init__(self):
+    def __init__(self, layer_norm: bool):
         super().__init__()
+        norm = nn.LayerNorm if layer_norm else nn.Identity
         self.net = nn.Sequential(
-            nn.Linear(OBS_SIZE + ACTION_SIZE, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)
+            *(nn.Linear(OBS_SIZE + ACTION_SIZE, 256), norm(256), nn.ReLU()),
+            *(nn.Linear(256, 256), norm(256), nn.ReLU()),
+            nn.Linear(256, 1),
         )
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
@@ -872,10 +881,12 @@ def main() -> None:
     labeller = Labeller(reward_model, args)
 
     torch.manual_seed(args.seed)
-    actor, qf1, qf2, qf1_target, qf2_target = (net().to(device) for net in (Actor, *[SoftQNetwork] * 4))
+    actor = Actor().to(device)
+    qf1, qf2, qf1_target, qf2_target = (SoftQNetwork(args.layer_norm).to(device) for _ in range(4))
     qf1_target.load_state_dict(qf1.state_dict())
     qf2_target.load_state_dict(qf2.state_dict())
-    obs_norm = Normalize().to(device) if args.normalize_obs else nn.Identity()
+    obs_norm = Normalize(OBS_SIZE).to(device) if args.normalize_obs else nn.Identity()
+    reward_norm = Normalize(1).to(device) if args.normalize_reward else nn.Identity()
     if args.evaluate:
         actor.load_state_dict(checkpoint["actor"])
         obs_norm.load_state_dict(checkpoint["obs_norm"])
@@ -894,8 +905,9 @@ def main() -> None:
     envs.reset(seed=args.seed + first_env)
     rng = torch.Generator(device).manual_seed(args.seed + RANK)  # exploration and sampling
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
-    parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target, "obs_norm": obs_norm}
+    parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
     parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
+    parts |= {"obs_norm": obs_norm, "reward_norm": reward_norm}
 
     def save_checkpoint() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
@@ -994,9 +1006,10 @@ def main() -> None:
 
         # ---- Learn: ordinary SAC, on the transitions that were labelled in the rounds before.
         t0 = clock()
-        for _ in range(args.gradient_steps if learning else 0):
+        for update in range(args.gradient_steps if learning else 0):
             b_obs, b_next_obs, b_actions, b_rewards = rb.sample(batch_size, rng)
-            b_obs, b_next_obs, ent_coef = obs_norm(b_obs), obs_norm(b_next_obs), log_ent_coef.detach().exp()
+            b_obs, b_next_obs, b_rewards = obs_norm(b_obs), obs_norm(b_next_obs), reward_norm(b_rewards)
+            ent_coef = log_ent_coef.detach().exp()
             b_noise = torch.randn(2, batch_size, ACTION_SIZE, generator=rng, device=device)
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
                 next_actions, next_log_prob = actor.get_action(b_next_obs, b_noise[0])
@@ -1009,18 +1022,19 @@ def main() -> None:
             average_gradients(q_parameters)
             q_optimizer.step()
 
-            actions, log_prob = actor.get_action(b_obs, b_noise[1])
-            actor_loss = (ent_coef * log_prob - torch.min(qf1(b_obs, actions), qf2(b_obs, actions))).mean()
-            actor_optimizer.zero_grad()
-            actor_loss.backward(inputs=actor_parameters)  # the critics need no gradient of it
-            average_gradients(actor_parameters)
-            actor_optimizer.step()
+            if update % args.policy_frequency == 0:
+                actions, log_prob = actor.get_action(b_obs, b_noise[1])
+                actor_loss = (ent_coef * log_prob - torch.min(qf1(b_obs, actions), qf2(b_obs, actions))).mean()
+                actor_optimizer.zero_grad()
+                actor_loss.backward(inputs=actor_parameters)  # the critics need no gradient of it
+                average_gradients(actor_parameters)
+                actor_optimizer.step()
 
-            ent_coef_loss = -(log_ent_coef.exp() * (log_prob.detach() - ACTION_SIZE).mean())  # target entropy: -17
-            ent_coef_optimizer.zero_grad()
-            ent_coef_loss.backward()
-            average_gradients([log_ent_coef])
-            ent_coef_optimizer.step()
+                ent_coef_loss = -(log_ent_coef.exp() * (log_prob.detach() - ACTION_SIZE).mean())  # target entropy: -17
+                ent_coef_optimizer.zero_grad()
+                ent_coef_loss.backward()
+                average_gradients([log_ent_coef])
+                ent_coef_optimizer.step()
             with torch.no_grad():
                 for parameter, target in zip(q_parameters, q_target_parameters):
                     target.lerp_(parameter, args.tau)
@@ -1030,6 +1044,8 @@ def main() -> None:
         clip_rewards, goals, label_seconds = labeller.result()
         (i,) = rb.unlabelled(len(clip_rewards))
         rb.rewards[i] = clip_rewards
+        if args.normalize_reward:
+            reward_norm.update(clip_rewards.view(-1, 1))
         seconds |= label_seconds
         clip_rewards, goals = (labels.view(states.shape[:2]) for labels in (clip_rewards, goals))
         sums = torch.stack([clip_rewards.sum(), goals.sum(), success_rate(goals) * num_envs])

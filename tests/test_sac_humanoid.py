@@ -320,7 +320,7 @@ def test_actions_have_the_density_that_the_actor_says():
 
 def test_normalize_has_seen_it_all():
     torch.manual_seed(0)
-    norm = Normalize()
+    norm = Normalize(348)
     obs = torch.randn(1000, 348) * torch.linspace(0, 50, 348) + torch.linspace(-1000, 1000, 348)  # the first ones never vary
     for part in obs.split([1, 99, 400, 500]):
         norm.update(part)
@@ -330,6 +330,10 @@ def test_normalize_has_seen_it_all():
     assert scaled.isfinite().all() and scaled.abs().max() <= 10
     assert scaled[:, 50:].mean().abs() < 0.01 and abs(scaled[:, 50:].std() - 1) < 0.01
     assert norm(obs + 1e6).max() == 10
+    rewards = 0.35 + 0.01 * torch.randn(1000)  # CLIP's rewards: one value each, which hardly varies
+    norm = Normalize(1)
+    norm.update(rewards.view(-1, 1))
+    torch.testing.assert_close(norm(rewards), (rewards - rewards.mean()) / rewards.std(), atol=0.01, rtol=0.01)
 
 
 def test_replay_buffer_wraps_around_and_keeps_the_newest():
@@ -349,6 +353,17 @@ def test_replay_buffer_wraps_around_and_keeps_the_newest():
     assert all(torch.equal(a, b) for a, b in zip((obs, next_obs, actions, rewards), again))
 
 
+def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sac_clip_humanoid.py", "--paper", "--device", "cpu", "--tau", "0.01"])
+    args, _ = sac_clip_humanoid.read_settings()
+    assert (args.gamma, args.learning_rate, args.batch_size, args.tau) == (0.95, 6e-4, 512, 0.01)
+    assert args.num_envs * args.episode_length == 32 * args.gradient_steps == 3200 and args.learning_starts == 50_000
+    assert (
+        args.total_timesteps == 10_000_000 and args.episode_length == 100 and args.ent_coef == 1 and args.policy_frequency == 1
+    )
+    assert not (args.normalize_obs or args.normalize_reward or args.layer_norm)
+
+
 # ---- Several processes
 
 PROCESS = """
@@ -356,7 +371,7 @@ import torch, torch.distributed as dist
 from sac_clip_humanoid import RANK, Actor, Normalize, average_gradients, my_part
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-actor, norm, obs = Actor(), Normalize(), torch.randn(30, 348) * 3 + 1
+actor, norm, obs = Actor(), Normalize(348), torch.randn(30, 348) * 3 + 1
 first, n = my_part(30)
 norm.update(obs[first : first + n])
 loss = actor.get_action(norm(obs[first : first + n]), torch.zeros(n, 17))[1].mean()
