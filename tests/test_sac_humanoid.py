@@ -232,6 +232,7 @@ TRUE = {
         pose(hip_y=-70, knee=-155, pitch=15),
         pose(**KNEELING, **RAISED),
         pose(yaw=120, **KNEELING),
+        pose(pitch=45, hip_y=-50, knee=-95),  # bowing
     ],
     "lotus-position": [pose(**LOTUS)],
     "standing-up": [STANDING, pose(), pose(hip_y=-30, knee=-50, pitch=10), pose(knee=-5, **RAISED), pose(yaw=90, knee=-5)],
@@ -358,10 +359,8 @@ def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeyp
     args, _ = sac_clip_humanoid.read_settings()
     assert (args.gamma, args.learning_rate, args.batch_size, args.tau) == (0.95, 6e-4, 512, 0.01)
     assert args.num_envs * args.episode_length == 32 * args.gradient_steps == 3200 and args.learning_starts == 50_000
-    assert (
-        args.total_timesteps == 10_000_000 and args.episode_length == 100 and args.ent_coef == 1 and args.policy_frequency == 1
-    )
-    assert not (args.normalize_obs or args.normalize_reward or args.layer_norm)
+    assert (args.total_timesteps, args.episode_length, args.ent_coef, args.policy_frequency) == (10_000_000, 100, 1, 1)
+    assert not (args.normalize_obs or args.normalize_reward or args.layer_norm or args.anneal_lr)
 
 
 # ---- Several processes
