@@ -50,8 +50,9 @@ def main() -> None:
         axes[name].set(title=title, xlabel="environment steps")
         axes[name].grid(alpha=0.3)
     axes["charts/success_rate"].legend(fontsize="small")
-    for where, file, title in (("start", "frames_start", "first episode"), ("end", "result", "after training")):
-        axes[where].imshow(plt.imread(args.run_dirs[0] / f"{file}.png"))
+    start, end = (plt.imread(args.run_dirs[0] / f"{file}.png") for file in ("frames_start", "result"))
+    for where, picture, title in (("start", start, "first episode"), ("end", end[: len(start)], "after training")):
+        axes[where].imshow(picture)
         axes[where].set_title(f"{title} (seed {results[0]['settings']['seed']})", fontsize="small")
         axes[where].axis("off")
     figure.savefig(args.output, dpi=110)

@@ -50,8 +50,9 @@ def main() -> None:
         holds = sac_clip_humanoid.TASKS[settings["task"]][1]
 
         locate = sac_clip_humanoid.Scene(8, 8, *look, 1024, device)  # small frames: only where the parts of the body are
-        goal = torch.cat([holds(locate.draw(chunk)[1]) for chunk in tqdm(states.split(8192), desc="label", leave=False)])
         rng = torch.Generator().manual_seed(args.seed)
+        states = states[torch.randperm(len(states), generator=rng)[: 4 * args.states]]  # enough, unless goals are rare
+        goal = torch.cat([holds(locate.draw(chunk)[1]) for chunk in tqdm(states.split(8192), desc="label", leave=False)])
         yes, no = (some[torch.randperm(len(some), generator=rng)] for some in (goal.nonzero()[:, 0], (~goal).nonzero()[:, 0]))
         count = min(args.states // 2, len(yes), len(no))
         if count == 0:
