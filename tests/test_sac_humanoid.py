@@ -414,6 +414,14 @@ def test_two_processes_train_save_and_go_on_exactly(tmp_path):
     assert whole["global_step"] == 400 and len(whole["others"]) == 1
     assert whole["rb"]["size"] == whole["others"][0]["rb"]["size"] == 100
     assert not torch.equal(whole["rb"]["actions"], whole["others"][0]["rb"]["actions"])
+    # Six rounds of five updates; the actor takes part in the first, third and fifth. The learning rate falls with the steps.
+    updates = [whole[f"{name}_optimizer"]["state"][0]["step"].item() for name in ("q", "actor", "ent_coef")]
+    assert updates == [30, 18, 18]
+    for name in ("q", "actor", "ent_coef"):
+        assert whole[f"{name}_optimizer"]["param_groups"][0]["lr"] == pytest.approx(6e-4 * (1 - 350 / 400))
+    assert (
+        whole["reward_norm"]["count"] == whole["obs_norm"]["count"] * 10 / 11 == 400
+    )  # of both processes; one more obs a round
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *options.split()]
     with subprocess.Popen([*map(str, command), "--run-dir", "part"], cwd=tmp_path, start_new_session=True) as process:

@@ -458,7 +458,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     seated = seat < s.SEAT + 0.07
     low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > 0.18)
     facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
-    facts["kneeling"] &= tilt <= 45  # farther is kneeling, too, but close to falling: to be paid a little less
+    facts["kneeling"] &= tilt <= 45  # no caption says it of those who lean farther: they are close to falling
     facts |= {
         "nearly kneeling": low_knees & ~facts["kneeling"],
         "far from kneeling": ~low_knees & ~facts["kneeling"],
