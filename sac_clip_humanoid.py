@@ -6,7 +6,8 @@ The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algori
 top to bottom: settings, environment, drawing, tasks, replay buffer, networks, evaluation, and the loop: act, label, learn, report.
 
 C MuJoCo moves the robots, mujoco_warp draws them, on a CPU or a CUDA GPU, without OpenGL and without a display. Several
-processes share the work, each with environments and a device of its own:
+processes share the work, each with environments and (on GPUs) a device of its own; torchrun gives each of them one thread, if
+OMP_NUM_THREADS does not say more:
 
     torchrun --nproc-per-node=2 sac_clip_humanoid.py --task kneeling
 """
@@ -101,7 +102,7 @@ class Args:
     anneal_lr: bool = True
     """lower it evenly to 0 at the end of training, so that the last policies change little (paper: no)"""
     buffer_size: int = 1_000_000
-    """transitions kept, at least one round of them (Stable-Baselines3's default, as in the paper)"""
+    """transitions kept, at least two rounds of them (Stable-Baselines3's default, as in the paper)"""
     gamma: float = 0.95
     """discount factor"""
     tau: float = 0.005
@@ -342,6 +343,7 @@ class Scene:
         self.height, self.width, self.batch_size, self.device = height, width, batch_size, device
         wp.init()
         self.warp_device = wp.device_from_torch(device)
+        wp.set_device(self.warp_device)  # or all would go to the first GPU that there is
         model = scene_model(textures)
         self.geoms = [model.geom(name).id for name in GEOM_POINTS.values()]
         self.bodies = [model.body(name).id for name in BODY_POINTS.values()]
@@ -350,10 +352,9 @@ class Scene:
         options = {"cam_active": ["fixed" if camera == "fixed" else "track"], "samples_per_pixel": supersample}
         options |= {"render_rgb": True, "render_depth": False, "render_seg": False, "render_skybox": True, "use_shadows": True}
         options |= {"enable_emission": False, "enable_per_light_ambient": False}  # nothing in the scene has any
-        with wp.ScopedDevice(self.warp_device):
-            self.model = mujoco_warp.put_model(model)
-            self.data = mujoco_warp.put_data(model, data, nworld=batch_size)  # so many states are drawn at once
-            self.context = mujoco_warp.create_render_context(model, batch_size, (width, height), **options)
+        self.model = mujoco_warp.put_model(model)
+        self.data = mujoco_warp.put_data(model, data, nworld=batch_size)  # so many states are drawn at once
+        self.context = mujoco_warp.create_render_context(model, batch_size, (width, height), **options)
         self.draw(torch.zeros(1, STATE_SIZE, device=device))  # compiles or loads the kernels: not a thing for several threads
 
     def draw(self, states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -381,7 +382,7 @@ class Scene:
 # ---- The tasks: what a person would have to see in the frame (paper, Table 2), from where the parts of the body are.
 # No agent ever learns from these conditions. They are the ground truth beside the CLIP reward, so that reward hacking shows.
 
-HEAD, SEAT, KNEE, FOOT = 0.09, 0.09, 0.049, 0.075  # radii, m: so high is the middle of a part that lies on the floor
+SEAT, KNEE, FOOT = 0.09, 0.049, 0.075  # radii, m: so high is the middle of a part that lies on the floor
 TOUCH = 0.04  # m above the floor that pass for touching it
 
 
@@ -402,16 +403,16 @@ def spread(p: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.rad2deg(torch.acos((right * left).sum(-1).clamp(-1, 1)))
 
 
-def leftwards(p: dict[str, torch.Tensor], part: str, of: str = "seat") -> torch.Tensor:
-    """How far a part is to the robot's left of another one (N,), m."""
+def leftwards(p: dict[str, torch.Tensor], part: str) -> torch.Tensor:
+    """How far a part is to the robot's left of its seat (N,), m."""
     left = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1)
-    return ((p[part] - p[of]) * left).sum(-1)
+    return ((p[part] - p["seat"]) * left).sum(-1)
 
 
-def forwards(p: dict[str, torch.Tensor], part: str, of: str = "seat") -> torch.Tensor:
-    """How far a part is in front of another one, as the trunk sees it (N,), m."""
+def forwards(p: dict[str, torch.Tensor], part: str) -> torch.Tensor:
+    """How far a part is in front of the seat, as the trunk sees it (N,), m."""
     left, up = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1), F.normalize(p["head"] - p["seat"], dim=-1)
-    return ((p[part] - p[of]) * F.normalize(torch.linalg.cross(left, up), dim=-1)).sum(-1)
+    return ((p[part] - p["seat"]) * F.normalize(torch.linalg.cross(left, up), dim=-1)).sum(-1)
 
 
 def on_floor(p: dict[str, torch.Tensor], part: str, radius: float, tolerance: float = TOUCH) -> torch.Tensor:
@@ -420,13 +421,13 @@ def on_floor(p: dict[str, torch.Tensor], part: str, radius: float, tolerance: fl
 
 
 def kneeling(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Both knees on the floor, in balance (a kneeler can lean back by 50° and stay so), and not sitting on the floor."""
-    return on_floor(p, "knee", KNEE) & (tilt(p) <= 60) & (p["seat"][..., 2] > SEAT + TOUCH)
+    """Both knees on the floor, in balance (a kneeler can lean back by 50° and stay so), and not sitting lower than on the heels."""
+    return on_floor(p, "knee", KNEE) & (tilt(p) <= 60) & (p["seat"][..., 2] > SEAT + 2 * FOOT)
 
 
 def lotus_position(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Seated on the floor or on the feet, both knees on the floor and outside the hips, the feet between the knees."""
-    seated = (p["seat"][..., 2] <= SEAT + 2 * FOOT + TOUCH) & (tilt(p) <= 45)
+    """Seated on the floor or on crossed feet, both knees on the floor and outside the hips, the feet between the knees."""
+    seated = (p["seat"][..., 2] <= SEAT + 2 * FOOT) & (tilt(p) <= 45)
     wide, together = ((p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1) for part in ("knee", "foot"))
     return seated & on_floor(p, "knee", KNEE, 2 * TOUCH) & (wide >= 0.5) & (together <= wide - 0.2)
 
@@ -444,11 +445,9 @@ def arms_raised(p: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def doing_splits(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """On the floor, both legs on the floor and straight within 45°, 90° or more between them (the joints allow 120°)."""
-    down = (
-        (p["seat"][..., 2] <= SEAT + 2 * TOUCH) & on_floor(p, "knee", KNEE, 2 * TOUCH) & on_floor(p, "foot", FOOT, 2 * TOUCH)
-    )
-    straight = torch.maximum(bend(p, "right"), bend(p, "left")) <= 45
+    """Seat and feet on the floor, the legs straight within 30°, 90° or more between them (the joints allow 120°)."""
+    down = (p["seat"][..., 2] <= SEAT + 2 * TOUCH) & on_floor(p, "foot", FOOT, 2 * TOUCH)
+    straight = torch.maximum(bend(p, "right"), bend(p, "left")) <= 30
     return down & straight & (spread(p) >= 90) & (tilt(p) <= 60)
 
 
@@ -533,7 +532,7 @@ class ReplayBuffer:
     def state_dict(self) -> dict:
         # Copies of parts only: torch.save would write the whole of what a part is a view of.
         tensors = {name: getattr(self, name) for name in self.FIELDS}
-        tensors = {name: t if self.size == self.capacity else t[: self.size].clone() for name, t in tensors.items()}
+        tensors = {name: (t if self.size == self.capacity else t[: self.size].clone()).cpu() for name, t in tensors.items()}
         return tensors | {"pos": self.pos, "size": self.size, "num_unlabelled": self.num_unlabelled}
 
     def load_state_dict(self, state: dict) -> None:
@@ -634,9 +633,9 @@ def my_part(n: int) -> tuple[int, int]:
 
 
 class Labeller:
-    """States -> rewards, in threads of its own, so that the learning goes on meanwhile.
+    """States -> rewards, in threads of its own, so that on a CPU the learning goes on meanwhile.
 
-    On a CPU each thread draws and scores batches of its own: one thread a core, and none inside PyTorch's operations, does far more
+    There each thread draws and scores batches of its own: one thread a core, and none inside PyTorch's operations, does far more
     than PyTorch's threads do, most of whose operations here are small. The result is the same with any number of threads.
     """
 
@@ -744,10 +743,10 @@ def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, args: A
     with iio.imopen(temporary, "w", plugin="pyav") as file:
         file.init_video_stream("libx264", fps=30)  # less than half of the real speed, which is 67
         for episode in trange(states.shape[1], desc="draw the video", leave=False):
-            for frame, reward in zip(draw_large(states[:, episode], 384, args), rewards[:, episode]):
+            for frame, reward in zip(draw_large(states[:, episode], 320, args), rewards[:, episode]):
                 frame = Image.fromarray(frame)
                 text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
-                ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
+                ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(18))
                 file.write_frame(np.asarray(frame))
     os.replace(temporary, path)
 
@@ -795,9 +794,10 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
         if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rb") not in checkpoint:
             raise ValueError
         own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
+        processes = 1 if args.evaluate else 1 + len(checkpoint["others"])
     except Exception:  # whatever the file holds instead
         fail(f"{path} is not a checkpoint of {SCRIPT}.py{' that can be resumed' if args.resume else ''}")
-    if args.resume and (processes := 1 + len(checkpoint["others"])) != WORLD_SIZE:
+    if args.resume and processes != WORLD_SIZE:
         fail(f"this run has {processes} processes, not {WORLD_SIZE}: give torchrun as many (--nproc-per-node)")
     own.run_dir = args.resume or args.evaluate.parent
     own.device = None if args.evaluate else own.device  # a run goes on exactly on its own kind of device only
@@ -843,9 +843,12 @@ def read_settings() -> tuple[Args, dict | None]:
     except (RuntimeError, AssertionError) as error:  # no driver, no such GPU, a CPU-only build of PyTorch
         hint = "a run goes on only on its own kind of device" if args.resume else "try --device cpu"
         fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
+    if args.device.startswith("cuda") and WORLD_SIZE > 1:
+        if ":" in args.device or int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+            fail(f"each process needs a GPU of its own: give --device cuda and at most {torch.cuda.device_count()} processes")
     args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
     args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
-    if not checkpoint and os.path.exists(args.run_dir):
+    if RANK == 0 and not checkpoint and os.path.exists(args.run_dir):  # the others may come when it has been made
         resumable = os.path.exists(args.run_dir / "checkpoint.pt")
         fail(f"{args.run_dir} exists: choose another --run-dir{f' or --resume {args.run_dir}' if resumable else ''}")
     target = args.evaluate or args.run_dir
@@ -863,11 +866,11 @@ def read_settings() -> tuple[Args, dict | None]:
 def main() -> None:
     args, checkpoint = read_settings()
     device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index)
+        torch.cuda.set_device(device)
     if WORLD_SIZE > 1:
-        if device == torch.device("cuda"):
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         reward_model = CLIPReward(
             args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size
@@ -903,7 +906,7 @@ def main() -> None:
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     ent_coef_optimizer = torch.optim.Adam([log_ent_coef], lr=args.learning_rate, fused=True)
     (first_env, num_envs), (_, batch_size) = my_part(args.num_envs), my_part(args.batch_size)  # of this process
-    rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, num_envs * args.episode_length), device)
+    rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, 2 * num_envs * args.episode_length), device)
     envs = Humanoid(num_envs, args.episode_length, device)
     envs.reset(seed=args.seed + first_env)
     rng = torch.Generator(device).manual_seed(args.seed + RANK)  # exploration and sampling
@@ -1081,7 +1084,7 @@ def main() -> None:
                 strip = picture(states[:, :1], clip_rewards[:, :1], args)  # the first environment's
                 writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
                 strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
-        if global_step // args.checkpoint_every > step_before // args.checkpoint_every:
+        if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:
             if RANK == 0:
                 writer.flush()
             save_checkpoint()

@@ -718,7 +718,7 @@ def main() -> None:
             strip = picture(states[:: args.num_envs], clip_rewards[:: args.num_envs], args.textures)  # the first environment's
             writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
             strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
-        if global_step // args.checkpoint_every > step_before // args.checkpoint_every:
+        if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:
             writer.flush()
             save_checkpoint()
 

@@ -75,11 +75,14 @@ class ScoreEpisodes(BaseCallback):
     def _on_step(self) -> bool:
         self.frames.append(self.training_env.render())
         if len(self.frames) == EPISODE + 1:  # this step's transition is not in the buffer yet; the episode before it is
-            frames = torch.from_numpy(np.stack(self.frames[:-1])).permute(0, 3, 1, 2)
-            last = self.model.replay_buffer.pos
-            self.model.replay_buffer.rewards[last - EPISODE : last, 0] = self.reward_model(frames).cpu().numpy()
-            del self.frames[:-1]
+            self._on_training_end()
         return True
+
+    def _on_training_end(self) -> None:
+        frames = torch.from_numpy(np.stack(self.frames[:EPISODE])).permute(0, 3, 1, 2)
+        last = self.model.replay_buffer.pos
+        self.model.replay_buffer.rewards[last - EPISODE : last, 0] = self.reward_model(frames).cpu().numpy()
+        del self.frames[:EPISODE]
 
 
 def plain_run(args: Args, reward_model: CLIPReward) -> float:

@@ -43,7 +43,8 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for run_dir in args.run_dirs:
         checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-        settings, states = checkpoint["settings"], checkpoint["rb"]["states"]
+        settings, own = checkpoint["settings"], [checkpoint, *checkpoint["others"]]
+        states = torch.cat([process["rb"]["states"] for process in own])
         model, prompt, baseline = settings["clip_model"], settings["prompt"], settings["baseline_prompt"]
         reward_models = [CLIPReward(model, prompt, baseline, alpha, device) for alpha in args.alphas]
         size, look = reward_models[0].size, (settings["textures"], settings["camera"], settings["supersample"])

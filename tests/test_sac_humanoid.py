@@ -27,6 +27,7 @@ from sac_clip_humanoid import (
     Normalize,
     ReplayBuffer,
     Scene,
+    SoftQNetwork,
     doing_splits,
     success_rate,
     tilt,
@@ -249,10 +250,18 @@ FALSE = {
         pose(knee=-5, left_hip_y=-90, left_knee=-95, right_knee=-95),  # on one knee
         pose(pitch=80, hip_y=-80, knee=-90),  # on all fours
         pose(hip_y=-90, knee=-5),  # sitting
+        pose(**LOTUS),
         pose(pitch=90),  # lying on the belly: the knees are down
         pose(pitch=60, **KNEELING),  # falling over
     ],
-    "lotus-position": [STANDING, pose(**KNEELING), pose(hip_y=-90, knee=-5), pose(**SPLITS), pose(lift=0.3, **LOTUS)],
+    "lotus-position": [
+        STANDING,
+        pose(**KNEELING),
+        pose(hip_x=-20, hip_z=-30, hip_y=-60, knee=-155),  # kneeling wide on the heels
+        pose(hip_y=-90, knee=-5),
+        pose(**SPLITS),
+        pose(lift=0.3, **LOTUS),
+    ],
     "standing-up": [
         pose(lift=0.3),
         pose(**KNEELING),
@@ -293,9 +302,9 @@ def test_success_condition(task):
 
 
 def test_splits_need_legs_that_are_straight_and_wide_apart():
-    assert not doing_splits(
-        points_of(pose(hip_x=-18, hip_z=-20, hip_y=-85, knee=-8), pose(hip_x=-18, hip_z=-58, hip_y=-100, knee=-90))
-    ).any()
+    narrow, bent = pose(hip_x=-18, hip_z=-20, hip_y=-85, knee=-8), pose(hip_x=-18, hip_z=-58, hip_y=-100, knee=-90)
+    half_bent, hardly_bent = (pose(**SPLITS | {"knee": -degrees, "hip_y": -78 - degrees / 3}) for degrees in (40, 22))
+    assert doing_splits(points_of(narrow, bent, half_bent, hardly_bent)).tolist() == [False, False, False, True]
 
 
 def test_an_episode_succeeds_if_the_condition_holds_in_half_of_its_steps():
@@ -363,6 +372,63 @@ def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeyp
     assert not (args.normalize_obs or args.normalize_reward or args.layer_norm or args.anneal_lr)
 
 
+def test_one_update_is_sacs(tmp_path):
+    """The first update of a run, calculated again: critics, actor, entropy coefficient (their gradients) and target critics."""
+    options = (
+        "--num-envs 4 --episode-length 8 --learning-starts 32 --gradient-steps 1 --batch-size 16 --buffer-size 1 --episodes 1"
+    )
+    options = options.split() + ["--device", "cpu", "--clip-model", "tiny"]
+    for steps in (32, 64):  # one round at random; the same and one more round, which ends with an update
+        command = [sys.executable, ROOT / "sac_clip_humanoid.py", *options, "--total-timesteps", steps, "--run-dir", steps]
+        subprocess.run(list(map(str, command)), cwd=tmp_path, check=True, capture_output=True)
+    before, after = (torch.load(tmp_path / steps / "checkpoint.pt", weights_only=True) for steps in ("32", "64"))
+
+    actor, obs_norm = Actor(), Normalize(348)
+    actor.load_state_dict(before["actor"])
+    obs_norm.load_state_dict(after["obs_norm"])
+    critics = {name: SoftQNetwork(layer_norm=True) for name in ("qf1", "qf2", "qf1_target", "qf2_target")}
+    for name, critic in critics.items():
+        critic.load_state_dict(before[name])
+    rng = torch.Generator()
+    rng.set_state(before["rng"])
+    for _ in range(8):
+        torch.randn(4, 17, generator=rng)  # the second round's exploration
+    i, noise = torch.randint(32, (16,), generator=rng), torch.randn(2, 16, 17, generator=rng)
+    obs, next_obs, actions, rewards = (before["rb"][name][i] for name in ("obs", "next_obs", "actions", "rewards"))
+    obs, next_obs = obs_norm(obs), obs_norm(next_obs)
+    rewards = (rewards - before["reward_norm"]["mean"]) / before["reward_norm"]["var"].sqrt()
+    ent_coef = before["log_ent_coef"].exp()
+    assert ent_coef == pytest.approx(0.03)
+
+    def policy(obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log_std = actor(obs)
+        squashed = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform(cache_size=1))
+        actions = squashed.transforms[0](mean + log_std.exp() * noise)
+        return actions, squashed.log_prob(actions).sum(1)
+
+    def same_gradients(optimizer: str, parameters: list) -> None:
+        for k, parameter in enumerate(parameters):  # after one step Adam's first moment is a tenth of the gradient
+            moment = after[f"{optimizer}_optimizer"]["state"][k]["exp_avg"]
+            torch.testing.assert_close(moment, 0.1 * parameter.grad, rtol=2e-3, atol=1e-6)
+
+    with torch.no_grad():
+        next_actions, next_log_prob = policy(next_obs, noise[0])
+        next_q = torch.minimum(*(critics[f"{name}_target"](next_obs, next_actions) for name in ("qf1", "qf2")))
+        td_target = rewards + 0.95 * (next_q - ent_coef * next_log_prob)
+    sum(((critics[name](obs, actions) - td_target) ** 2).mean() for name in ("qf1", "qf2")).backward()
+    same_gradients("q", [*critics["qf1"].parameters(), *critics["qf2"].parameters()])
+    for name in ("qf1", "qf2"):
+        critics[name].load_state_dict(after[name])  # the actor learns from the updated ones
+        for key, weight in after[f"{name}_target"].items():
+            torch.testing.assert_close(weight, 0.995 * before[f"{name}_target"][key] + 0.005 * after[name][key])
+    new_actions, log_prob = policy(obs, noise[1])
+    (ent_coef * log_prob - torch.minimum(*(critics[name](obs, new_actions) for name in ("qf1", "qf2")))).mean().backward()
+    same_gradients("actor", list(actor.parameters()))
+    log_ent_coef = before["log_ent_coef"].clone().requires_grad_()
+    (-log_ent_coef.exp() * (log_prob.detach() - 17).mean()).backward()  # target entropy: -17
+    same_gradients("ent_coef", [log_ent_coef])
+
+
 # ---- Several processes
 
 PROCESS = """
@@ -428,7 +494,13 @@ def test_two_processes_train_save_and_go_on_exactly(tmp_path):
         while not (tmp_path / "part" / "best.pt").exists():
             assert process.poll() is None
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
+        ranks = [
+            int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()
+        ]
+        for pid in (process.pid, *ranks):  # torchrun first: it would notice
+            os.kill(pid, signal.SIGKILL)
+    assert len(ranks) == 2
+    assert torch.load(tmp_path / "part" / "checkpoint.pt", weights_only=True)["global_step"] < 400
     alone = subprocess.run([sys.executable, script, "--resume", "part"], cwd=tmp_path, capture_output=True, text=True)
     assert alone.returncode == 2 and "this run has 2 processes, not 1" in alone.stderr and alone.stderr.count("\n") == 1
     done = torchrun(script, "--resume", "part", folder=tmp_path)

@@ -3,8 +3,8 @@
     python tiny_clip/train.py             # train, write the model into this folder, print the held-out figures
     python tiny_clip/train.py --evaluate  # only the held-out figures
 
-Frames are drawn anew for every batch by the scripts' own drawing functions; captions are composed from the states. To add a
-scene, write one function like `mountaincar_scene` and add it to SCENES.
+Frames are drawn by the scripts' own drawing functions, for every batch anew (the humanoid's once, before the training); captions are
+composed from the states. To add a scene, write one function like `mountaincar_scene` and add it to `scenes_and_shares`.
 """
 
 import json
@@ -442,7 +442,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     """What holds where the parts of the body are p, name -> (n,) bool; the cameras (n, 3) m say which side is seen."""
     s = sac_clip_humanoid
     p = {
-        name: where + 0.02 * torch.from_numpy(rng.standard_normal(where.shape)).float() for name, where in p.items()
+        name: where + 0.01 * torch.from_numpy(rng.standard_normal(where.shape)).float() for name, where in p.items()
     }  # by eye
     tilt, both = s.tilt(p), ("right", "left")
     head, seat = p["head"][:, 2], p["seat"][:, 2]
@@ -456,7 +456,8 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     seen = (F.normalize(front[:, :2], dim=-1) * to_camera).sum(-1)
     knees_down, feet_down, hands_down = knees < s.KNEE + 0.06, feet < s.FOOT + 0.06, hands < 0.04 + 0.08
     seated = seat < s.SEAT + 0.07
-    low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > 0.18)
+    at_hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) < 0.22 for side in both])
+    low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > s.SEAT + 2 * s.FOOT)
     facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
     facts["kneeling"] &= tilt <= 45  # no caption says it of those who lean farther: they are close to falling
     facts |= {
@@ -464,6 +465,8 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "far from kneeling": ~low_knees & ~facts["kneeling"],
         "a knee lifted": low_knees & (knees.amin(0) < s.KNEE + 0.03) & (knees.amax(0) > s.KNEE + s.TOUCH),
         "one knee": knees_down.any(0) & ~knees_down.all(0) & feet_down.any(0) & (tilt < 45) & (seat > 0.25),
+        "one arm raised": facts["standing-up"] & (hands > head).any(0) & ~(hands > head).all(0),
+        "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
         "seated": seated & (tilt < 50),
@@ -490,7 +493,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "hands up": (hands > head).all(0),
         "one hand up": (hands > head).any(0) & ~(hands > head).all(0),
         "hands low": (hands < seat + 0.15).all(0),
-        "hands at the hips": torch.stack([(p[f"{x}_hand"] - p[f"{x}_hip"]).norm(dim=-1) < 0.22 for x in both]).all(0),
+        "hands at the hips": at_hips.all(0),
         "hands crossed": (outwards < -0.03).all(0) & (forwards > 0).all(0),
         "arms out": (outwards > 0.5).all(0) & (abs(forwards) < 0.3).all(0),
         "arms forward": (forwards > 0.4).all(0),
@@ -562,6 +565,12 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "",
     ),
     "one knee": ("on one knee|down on one knee|with one knee on the floor and one foot in front|half kneeling", ""),
+    "one arm raised": (
+        "standing with one arm raised|standing with only one hand up|standing and raising one arm only|on its feet, with one arm up|"
+        "standing, one arm in the air and the other one down",
+        "",
+    ),
+    "one hand on the hip": ("standing with one hand on its hip|standing, only one hand on the hips", ""),
     "on the heels": ("sitting on its heels|kneeling and sitting on its heels|kneeling low", ""),
     "straight kneeling": ("kneeling with straight hips|kneeling tall|kneeling with its trunk high", ""),
     "seated": ("sitting|seated|sitting down|seated on the floor|sitting on the floor|seated down", "not sitting|not seated"),
@@ -645,7 +654,7 @@ for name, limits, yes, no in (
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 20  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 22  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
@@ -757,7 +766,7 @@ def train(args: Args) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False
     )
-    scenes_and_shares = ((cartpole_scene, 0.25), (mountaincar_scene, 0.22), (HumanoidScene(args.humanoid_states, rng), 0.53))
+    scenes_and_shares = ((cartpole_scene, 0.23), (mountaincar_scene, 0.25), (HumanoidScene(args.humanoid_states, rng), 0.52))
     progress = trange(args.steps, desc="train tiny_clip", unit="step")
     for step in progress:
         # All scenes in each batch: batch normalization has to see the mixture of them that it uses later.
