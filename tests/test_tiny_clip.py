@@ -75,13 +75,18 @@ def test_reward_shows_the_way_to_the_flag(textures, alpha):
     assert places[reward(sac_clip_mountaincar.draw(places[:, None], 64, 64, textures)).argmax()] >= 0.449
 
 
+@pytest.fixture(scope="module")
+def states() -> torch.Tensor:
+    return train.humanoid_states(4000, np.random.default_rng(123))
+
+
 @pytest.mark.parametrize(
     "textures, camera, area, distance", [("realistic", "fixed", 0.95, 0.35), ("original", "original", 0.85, 0.45)]
 )
-def test_kneeling_is_rewarded_more_than_the_rest(textures, camera, area, distance):
+def test_kneeling_is_rewarded_more_than_the_rest(textures, camera, area, distance, states):
     """On as many states that fulfil the task's condition as others, in motion and at rest, of a seed that training has not seen."""
     scene = sac_clip_humanoid.Scene(64, 64, textures, camera, 1, 128, torch.device("cpu"))
-    frames, points = scene.draw(train.humanoid_states(4000, np.random.default_rng(123)))
+    frames, points = scene.draw(states)
     kneels = sac_clip_humanoid.TASKS["kneeling"][1](points)
     rewards = CLIPReward("tiny", "a humanoid robot kneeling")(frames).double()
     yes, no = rewards[kneels], rewards[~kneels][: kneels.sum()]
