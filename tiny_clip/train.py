@@ -688,6 +688,7 @@ class HumanoidScene:
             facts.append(humanoid_facts(p, place, rng) | {"look": torch.full((len(p["seat"]),), textures == "realistic")})
         self.names = list(facts[0])
         self.facts = torch.stack([torch.cat([some[name] for some in facts]) for name in self.names], dim=1)  # (n, F) bool
+        self.rarity = self.facts.float().mean(0).clamp(1e-3)[:POSTURES].rsqrt().numpy()
         showing = [self.facts[:, k].nonzero()[:, 0].numpy() for k in range(POSTURES)]
         self.showing = [i for i in showing if len(i)]
 
@@ -720,7 +721,9 @@ class HumanoidScene:
                 lacks = [k for k in range(POSTURES) if words[k] and not holds[k]]
                 parts = [k for k in range(POSTURES, NAMED) if words[k]]
                 measures = [k for k in range(NAMED, len(words)) if words[k]]
-                chosen = [rng.choice((does or lacks, lacks, parts, measures)[rng.choice(4, p=[0.55, 0.15, 0.15, 0.15])])]
+                chosen = [rng.choice((lacks, parts, measures)[rng.integers(3)])]
+                if does and rng.random() < 0.55:  # the rarer a posture, the more it is worth telling
+                    chosen = [rng.choice(does, p=self.rarity[does] / self.rarity[does].sum())]
                 if rng.random() < 0.4:
                     chosen.append(rng.choice(parts if rng.random() < 0.6 else measures))
                 says[chosen] = True
