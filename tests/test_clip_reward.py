@@ -118,6 +118,24 @@ def test_preprocessing_is_open_clips_with_squash(tmp_path, model_cfg, interpolat
     assert (1 - (reward.embed(frames) * expected).sum(-1)).max() < 1e-3
 
 
+def test_folded_batch_norms_change_nothing(tmp_path):
+    """With statistics as of a trained model: in a new one, batch normalization does nothing, and could be left out unnoticed."""
+    cfg = {"embed_dim": 24, "vision_cfg": VISION_CFG | {"layers": [2, 1, 1, 1], "width": 8}, "text_cfg": TEXT_CFG}
+    name = save_model(tmp_path, cfg)
+    weights = tmp_path / "open_clip_pytorch_model.bin"
+    state, rng = torch.load(weights), torch.Generator().manual_seed(0)
+    for key, value in state.items():
+        if "bn" in key or "downsample" in key:
+            state[key] = torch.rand(value.shape, generator=rng) + 0.5 if value.is_floating_point() else value
+    torch.save(state, weights)
+    reward, model = CLIPReward(name, GOAL), open_clip.create_model_from_pretrained(name, return_transform=False).eval()
+    pixels = torch.randn(12, 3, 32, 32, generator=rng)
+    with torch.no_grad():
+        expected, embedded = model.encode_image(pixels), reward.model.encode_image(pixels)
+    torch.testing.assert_close(embedded, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in reward.model.modules())
+
+
 def test_low_precision_encoder_float32_reward(random_vit):
     reward = CLIPReward(random_vit, GOAL, BASELINE, 0.5, precision="bf16")
     assert reward.model.visual.conv1.weight.dtype == torch.bfloat16
