@@ -119,6 +119,8 @@ class Args:
     """updates of the critics per update of the actor (paper: 1)"""
     layer_norm: bool = True
     """layer normalization in the critics (paper: no)"""
+    average_actor: bool = True
+    """act with the running mean of the actor's weights, which takes over the share tau at each update (paper: no)"""
 
     run_dir: Path | None = None
     """folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)"""
@@ -142,7 +144,7 @@ class Args:
 
 PAPER = {"total_timesteps": 10_000_000, "gradient_steps": 100, "learning_starts": 50_000, "batch_size": 512, "ent_coef": 1.0}
 PAPER |= {"normalize_obs": False, "normalize_reward": False, "layer_norm": False, "policy_frequency": 1, "anneal_lr": False}
-PAPER |= {"paper": True}
+PAPER |= {"average_actor": False, "paper": True}
 
 # ---- Environment
 
@@ -888,6 +890,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     actor = Actor().to(device)
+    mean_actor = deepcopy(actor) if args.average_actor else actor  # the one that acts
     qf1, qf2, qf1_target, qf2_target = (SoftQNetwork(args.layer_norm).to(device) for _ in range(4))
     qf1_target.load_state_dict(qf1.state_dict())
     qf2_target.load_state_dict(qf2.state_dict())
@@ -901,7 +904,8 @@ def main() -> None:
         return
     log_ent_coef = torch.tensor(math.log(args.ent_coef), device=device, requires_grad=True)
     actor_parameters, q_parameters = list(actor.parameters()), [*qf1.parameters(), *qf2.parameters()]
-    q_target_parameters = [*qf1_target.parameters(), *qf2_target.parameters()]
+    averaged = [*q_parameters, *actor_parameters]
+    averages = [*qf1_target.parameters(), *qf2_target.parameters(), *mean_actor.parameters()]
     actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     ent_coef_optimizer = torch.optim.Adam([log_ent_coef], lr=args.learning_rate, fused=True)
@@ -912,8 +916,8 @@ def main() -> None:
     rng = torch.Generator(device).manual_seed(args.seed + RANK)  # exploration and sampling
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
     parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
+    parts |= {"mean_actor": mean_actor, "obs_norm": obs_norm, "reward_norm": reward_norm}
     parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
-    parts |= {"obs_norm": obs_norm, "reward_norm": reward_norm}
 
     def save_checkpoint() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
@@ -994,14 +998,15 @@ def main() -> None:
                 actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
             else:
                 with torch.no_grad():
-                    actions, _ = actor.get_action(obs_norm(obs), noise)
+                    actions, _ = mean_actor.get_action(obs_norm(obs), noise)
             next_obs, _, _, _, infos = envs.step(MAX_CTRL * actions)
             rb.add(obs, next_obs, actions, infos["states"])
             obs = next_obs
             all_obs.append(obs)
             states.append(infos["states"])
             global_step += args.num_envs
-        played = deepcopy({"actor": actor.state_dict(), "obs_norm": obs_norm.state_dict(), "global_step": step_before})
+        policy = {"actor": mean_actor.state_dict(), "obs_norm": obs_norm.state_dict(), "global_step": step_before}
+        played = deepcopy(policy)  # as it was in this round
         if args.normalize_obs:
             obs_norm.update(torch.cat(all_obs))
         seconds["simulate"] = clock() - start
@@ -1045,8 +1050,8 @@ def main() -> None:
                 average_gradients([log_ent_coef])
                 ent_coef_optimizer.step()
             with torch.no_grad():
-                for parameter, target in zip(q_parameters, q_target_parameters):
-                    target.lerp_(parameter, args.tau)
+                for parameter, average in zip(averaged, averages):
+                    average.lerp_(parameter, args.tau)
         seconds["update"] = clock() - t0
 
         # ---- Label, the end of it: write the rewards.

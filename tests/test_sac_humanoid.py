@@ -369,7 +369,7 @@ def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeyp
     assert (args.gamma, args.learning_rate, args.batch_size, args.tau) == (0.95, 6e-4, 512, 0.01)
     assert args.num_envs * args.episode_length == 32 * args.gradient_steps == 3200 and args.learning_starts == 50_000
     assert (args.total_timesteps, args.episode_length, args.ent_coef, args.policy_frequency) == (10_000_000, 100, 1, 1)
-    assert not (args.normalize_obs or args.normalize_reward or args.layer_norm or args.anneal_lr)
+    assert not (args.normalize_obs or args.normalize_reward or args.layer_norm or args.anneal_lr or args.average_actor)
 
 
 def test_one_update_is_sacs(tmp_path):
@@ -424,6 +424,8 @@ def test_one_update_is_sacs(tmp_path):
     new_actions, log_prob = policy(obs, noise[1])
     (ent_coef * log_prob - torch.minimum(*(critics[name](obs, new_actions) for name in ("qf1", "qf2")))).mean().backward()
     same_gradients("actor", list(actor.parameters()))
+    for key, weight in after["mean_actor"].items():  # the one that acts
+        torch.testing.assert_close(weight, 0.995 * before["mean_actor"][key] + 0.005 * after["actor"][key])
     log_ent_coef = before["log_ent_coef"].clone().requires_grad_()
     (-log_ent_coef.exp() * (log_prob.detach() - 17).mean()).backward()  # target entropy: -17
     same_gradients("ent_coef", [log_ent_coef])
