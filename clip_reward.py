@@ -75,7 +75,7 @@ class CLIPReward(torch.nn.Module):
         if batch_size < 1:
             raise RewardModelError(f"the CLIP batch size must be at least 1, not {batch_size}")
         if not prompts or not all(text.strip() for text in prompts + baseline_prompts):
-            raise RewardModelError("a prompt is empty: say in a few words what the goal looks like")
+            raise RewardModelError("a prompt is empty: say in a few words what there is to see")
         if alpha > 0 and not baseline_prompts:
             raise RewardModelError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
 

@@ -80,7 +80,7 @@ class Args:
     """frames drawn and scored at once"""
 
     paper: bool = False
-    """the paper's values instead of the defaults below; what the command line says holds all the same"""
+    """the paper's values where the settings below name them; what the command line says holds all the same"""
     seed: int = 1
     """seed of the weights, the start states and the exploration"""
     device: str | None = None
@@ -106,7 +106,7 @@ class Args:
     gamma: float = 0.95
     """discount factor"""
     tau: float = 0.005
-    """share of the critics that the target critics take over at each update"""
+    """share of the critics that the target critics take over at each update, and of the actor that its running mean does"""
     batch_size: int = 256
     """transitions per update, over all processes (paper: 512)"""
     ent_coef: float = 0.03
@@ -120,7 +120,7 @@ class Args:
     layer_norm: bool = True
     """layer normalization in the critics (paper: no)"""
     average_actor: bool = True
-    """act with the running mean of the actor's weights, which takes over the share tau at each update (paper: no)"""
+    """act with the running mean of the actor's weights: its success swings less from round to round (paper: no)"""
 
     run_dir: Path | None = None
     """folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)"""
@@ -742,23 +742,26 @@ def picture(states: torch.Tensor, rewards: torch.Tensor, args: Args) -> Image.Im
 def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, args: Args) -> None:
     """States (T, N, 24) and rewards (T, N) -> the N episodes one after another as an mp4, each frame with its CLIP reward."""
     temporary = path.with_suffix(".tmp.mp4")
-    with iio.imopen(temporary, "w", plugin="pyav") as file:
-        file.init_video_stream("libx264", fps=30)  # less than half of the real speed, which is 67
-        for episode in trange(states.shape[1], desc="draw the video", leave=False):
-            for frame, reward in zip(draw_large(states[:, episode], 320, args), rewards[:, episode]):
-                frame = Image.fromarray(frame)
-                text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
-                ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(18))
-                file.write_frame(np.asarray(frame))
-    os.replace(temporary, path)
+    try:
+        with iio.imopen(temporary, "w", plugin="pyav") as file:
+            file.init_video_stream("libx264", fps=30)  # less than half of the real speed, which is 67
+            for episode in trange(states.shape[1], desc="draw the video", leave=False):
+                for frame, reward in zip(draw_large(states[:, episode], 320, args), rewards[:, episode]):
+                    frame = Image.fromarray(frame)
+                    text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
+                    ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(18))
+                    file.write_frame(np.asarray(frame))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def report_evaluation(path: Path, args: Args, metrics: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
     """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
     versions = {name: version(name) for name in ("torch", "open_clip_torch", "mujoco", "mujoco_warp")}
     sheet = picture(states[:, :4], rewards[:, :4], args)
-    sheet.save(f"{path}.png")
     write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3], args)
+    sheet.save(f"{path}.png")
     save(Path(f"{path}.json"), metrics | {"settings": args.to_save(), "versions": versions})
     print(f"{'prompt':>20}  {'; '.join(args.prompt)}")
     for name, value in metrics.items():
@@ -1108,7 +1111,7 @@ def main() -> None:
         print(f"stopped at step {global_step}, nothing lost; go on with: {torchrun} {SCRIPT}.py --resume {args.run_dir}")
         sys.exit(128 + (stop or [signal.SIGTERM])[0])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     best = torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)
     actor.load_state_dict(best["actor"])
     obs_norm.load_state_dict(best["obs_norm"])

@@ -443,23 +443,26 @@ def picture(states: torch.Tensor, rewards: torch.Tensor, textures: str) -> Image
 def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, textures: str) -> None:
     """States (T, N, 2) and rewards (T, N) -> the N episodes one after another as an mp4, each frame with its CLIP reward."""
     temporary = path.with_suffix(".tmp.mp4")
-    with iio.imopen(temporary, "w", plugin="pyav") as file:
-        file.init_video_stream("libx264", fps=30)  # as in Gymnasium
-        for episode in range(states.shape[1]):
-            for state, reward in zip(states[:, episode].split(1), rewards[:, episode]):
-                frame = Image.fromarray(draw(state, 400, 600, textures)[0].permute(1, 2, 0).cpu().numpy())
-                text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
-                ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
-                file.write_frame(np.asarray(frame))
-    os.replace(temporary, path)
+    try:
+        with iio.imopen(temporary, "w", plugin="pyav") as file:
+            file.init_video_stream("libx264", fps=30)  # as in Gymnasium
+            for episode in range(states.shape[1]):
+                for state, reward in zip(states[:, episode].split(1), rewards[:, episode]):
+                    frame = Image.fromarray(draw(state, 400, 600, textures)[0].permute(1, 2, 0).cpu().numpy())
+                    text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
+                    ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
+                    file.write_frame(np.asarray(frame))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def report_evaluation(path: Path, args: Args, metrics: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
     """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
     versions = {name: version(name) for name in ("torch", "open_clip_torch")}
     strip = picture(states[:, 0], rewards[:, 0], args.textures)
-    strip.save(f"{path}.png")
     write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3], args.textures)
+    strip.save(f"{path}.png")
     save(Path(f"{path}.json"), metrics | {"settings": args.to_save(), "versions": versions})
     for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
@@ -729,7 +732,7 @@ def main() -> None:
         print(f"stopped at step {global_step}, nothing lost; go on with: python {SCRIPT}.py --resume {args.run_dir}")
         sys.exit(128 + stop[0])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     actor.load_state_dict(torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)["actor"])
     metrics, states, rewards = evaluate(actor, reward_model, args)
     metrics["steps_per_second"] = global_step / training_seconds

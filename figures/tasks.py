@@ -49,7 +49,7 @@ def main() -> None:
                 axis.plot(steps, values, colour, linewidth=0.8)
             axis.tick_params(labelsize="x-small", labelcolor=colour)
         twin.set_ylim(-0.05, 1.05)
-        left.set_title("CLIP return, success; thousand steps", fontsize="x-small")
+        left.set_title("CLIP return (blue), success rate (orange); thousand steps", fontsize="xx-small")
         right.imshow(plt.imread(run_dir / "result.png")[:STRIP])
         right.set_title(prompt, fontsize="small")
         right.axis("off")

@@ -308,3 +308,24 @@ def test_mountaincar_learns_from_the_sentence(tmp_path):
     )
     run("sac_clip_mountaincar", *options.split(), folder=tmp_path)
     assert result(tmp_path / "run")["success_rate"] >= 0.95
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_interrupted_video_leaves_nothing_behind(script, tmp_path, monkeypatch):
+    module = SCRIPTS[script]
+    state_size = {"dqn_clip_cartpole": 4, "sac_clip_mountaincar": 2, "sac_clip_humanoid": 24}[script]
+    states, rewards = torch.zeros(4, 1, state_size), torch.zeros(4, 1)
+    args = {"dqn_clip_cartpole": (), "sac_clip_mountaincar": ("plain",), "sac_clip_humanoid": (module.Args(),)}[script]
+    module.write_video(tmp_path / "whole.mp4", states, rewards, *args)
+    frames = iter([module.ImageDraw.Draw] * 2)  # Ctrl-C in the third frame
+
+    def draw(image):
+        try:
+            return next(frames)(image)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(module.ImageDraw, "Draw", draw)
+    with pytest.raises(KeyboardInterrupt):
+        module.write_video(tmp_path / "cut.mp4", states, rewards, *args)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.mp4"]
