@@ -297,7 +297,7 @@ def test_a_hub_out_of_reach_stops_a_script_the_same_way(script, tmp_path):
 
 
 def test_cartpole_learns_from_the_sentence(tmp_path):
-    options = "--total-timesteps 96000 --episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"
+    options = "--episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"  # a shorter one may drift off the track
     run("dqn_clip_cartpole", *options.split(), folder=tmp_path)
     assert result(tmp_path / "run")["success_rate"] >= 0.95
 
