@@ -153,7 +153,7 @@ class CLIPReward(torch.nn.Module):
 
 
 def fold_batch_norms(module: torch.nn.Module) -> None:
-    """Put each batch normalization of a ResNet in evaluation mode into the convolution before it: the same, 1.5 times as fast on a CPU."""
+    """Put each batch normalization of a ResNet in evaluation mode into the convolution before it: the same result, sooner."""
     children = list(module.named_children())
     for (first, conv), (second, norm) in zip(children, children[1:]):
         if isinstance(norm, torch.nn.BatchNorm2d):

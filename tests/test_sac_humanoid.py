@@ -377,11 +377,11 @@ def test_one_update_is_sacs(tmp_path):
     options = (
         "--num-envs 4 --episode-length 8 --learning-starts 32 --gradient-steps 1 --batch-size 16 --buffer-size 1 --episodes 1"
     )
-    options = options.split() + ["--device", "cpu", "--clip-model", "tiny"]
-    for steps in (32, 64):  # one round at random; the same and one more round, which ends with an update
+    options = options.split() + ["--device", "cpu", "--clip-model", "tiny", "--no-anneal-lr"]
+    for steps in (32, 64, 96):  # one round at random; the same and one more round, which ends with an update; and one more
         command = [sys.executable, ROOT / "sac_clip_humanoid.py", *options, "--total-timesteps", steps, "--run-dir", steps]
         subprocess.run(list(map(str, command)), cwd=tmp_path, check=True, capture_output=True)
-    before, after = (torch.load(tmp_path / steps / "checkpoint.pt", weights_only=True) for steps in ("32", "64"))
+    before, after, last = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True) for n in ("32", "64", "96"))
 
     actor, obs_norm = Actor(), Normalize(348)
     actor.load_state_dict(before["actor"])
@@ -424,8 +424,17 @@ def test_one_update_is_sacs(tmp_path):
     new_actions, log_prob = policy(obs, noise[1])
     (ent_coef * log_prob - torch.minimum(*(critics[name](obs, new_actions) for name in ("qf1", "qf2")))).mean().backward()
     same_gradients("actor", list(actor.parameters()))
-    for key, weight in after["mean_actor"].items():  # the one that acts
+    for key, weight in after["mean_actor"].items():
         torch.testing.assert_close(weight, 0.995 * before["mean_actor"][key] + 0.005 * after["actor"][key])
+    rng.set_state(after["rng"])
+    noise = torch.randn(4, 17, generator=rng)
+    acts = {}
+    for name in ("mean_actor", "actor"):  # which of them acted in the last round's first step?
+        actor.load_state_dict(after[name])
+        with torch.no_grad():
+            acts[name] = actor.get_action(obs_norm(last["rb"]["obs"][:4]), noise)[0]
+    torch.testing.assert_close(last["rb"]["actions"][:4], acts["mean_actor"])
+    assert (acts["actor"] - acts["mean_actor"]).abs().max() > 1e-3
     log_ent_coef = before["log_ent_coef"].clone().requires_grad_()
     (-log_ent_coef.exp() * (log_prob.detach() - 17).mean()).backward()  # target entropy: -17
     same_gradients("ent_coef", [log_ent_coef])
