@@ -3,7 +3,8 @@
     python sac_clip_humanoid.py --prompt "a humanoid robot kneeling"
 
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
-top to bottom: settings, environment, drawing, tasks, replay buffer, networks, evaluation, and the loop: act, label, learn, report.
+top to bottom: settings, environment, drawing, tasks, replay buffer, networks, several processes, labelling, evaluation, and the loop:
+act, label, learn, report.
 
 C MuJoCo moves the robots, mujoco_warp draws them, on a CPU or a CUDA GPU, without OpenGL and without a display. Several
 processes share the work, each with environments and (on GPUs) a device of its own; torchrun gives each of them one thread, if
@@ -18,10 +19,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +50,8 @@ import mujoco_warp  # noqa: E402
 
 SCRIPT = Path(__file__).stem
 THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # this process among torchrun's
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))  # this process among torchrun's, ...
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # ... which are so many
 Task = Literal[
     "kneeling", "lotus-position", "standing-up", "arms-raised", "doing-splits", "hands-on-hips", "arms-crossed", "standing-on-one-leg"
 ]  # fmt: skip
@@ -229,7 +232,7 @@ class Humanoid:
 # ---- Drawing
 
 
-def noise(points: torch.Tensor, cells: int) -> torch.Tensor:
+def smooth_noise(points: torch.Tensor, cells: int) -> torch.Tensor:
     """Smooth random values in [0, 1] at points (..., 3) of the cube [-1, 1]³: static of ever finer grain, the finer the fainter."""
     rng = torch.Generator().manual_seed(3)  # clouds in view of the fixed camera
     static = [torch.rand(1, 1, *[cells << k] * 3, generator=rng) / 2**k for k in range(4)]
@@ -252,7 +255,7 @@ def paint_sky(size: int = 256) -> torch.Tensor:
     direction = F.normalize(torch.stack([cube[:, 0], -cube[:, 2], cube[:, 1]], dim=-1), dim=-1)  # MuJoCo's z is the cube's y
     up = direction[..., 2]
     pixels = mix((205, 226, 245), (58, 120, 205), up * 2.2)
-    clouds = noise(direction * torch.tensor([1, 1, 3]) / 3, 12)
+    clouds = smooth_noise(direction * torch.tensor([1, 1, 3]) / 3, 12)
     return mix(pixels, (255, 255, 255), (clouds - 0.5) * 7 * (up * 25).clamp(0, 1)).reshape(6 * size, size, 3)
 
 
@@ -289,6 +292,7 @@ MATERIALS = {  # of the realistic look: colour, surface, and the ends of the nam
 }
 
 
+@cache
 def scene_model(textures: str) -> mujoco.MjModel:
     """Gymnasium's humanoid with the paper's camera, "fixed", beside the XML's own, "track", and dressed as `textures` says."""
     spec = mujoco.MjSpec.from_file(str(XML))
@@ -463,9 +467,9 @@ def arms_crossed(p: dict[str, torch.Tensor]) -> torch.Tensor:
     """Standing, each hand at least 5 cm beyond the middle, in front of the trunk between seat and shoulders."""
     beyond = torch.minimum(leftwards(p, "right_hand"), -leftwards(p, "left_hand")) >= 0.05
     front = torch.minimum(forwards(p, "right_hand"), forwards(p, "left_hand")) > 0
-    low, high = p["seat"][..., 2], p["head"][..., 2]
-    between = [(p[f"{side}_hand"][..., 2] > low) & (p[f"{side}_hand"][..., 2] < high) for side in ("right", "left")]
-    return standing_up(p) & beyond & front & between[0] & between[1]
+    above = torch.minimum(p["right_hand"][..., 2], p["left_hand"][..., 2]) > p["seat"][..., 2]
+    below = torch.maximum(p["right_hand"][..., 2], p["left_hand"][..., 2]) < p["right_shoulder"][..., 2]
+    return standing_up(p) & beyond & front & above & below
 
 
 def standing_on_one_leg(p: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -518,12 +522,14 @@ class ReplayBuffer:
         self.size = min(self.size + n, self.capacity)
         self.num_unlabelled = min(self.num_unlabelled + n, self.capacity)
 
-    def unlabelled(self, batch_size: int) -> Iterator[torch.Tensor]:
-        """Indices of the unlabelled transitions, oldest first, in batches; a batch counts as labelled when the next is asked for."""
-        i = (self.pos - self.num_unlabelled + torch.arange(self.num_unlabelled, device=self.device)) % self.capacity
-        for batch in i.split(batch_size):
-            yield batch
-            self.num_unlabelled -= len(batch)
+    def unlabelled(self) -> torch.Tensor:
+        """Indices of the unlabelled transitions, oldest first."""
+        return (self.pos - self.num_unlabelled + torch.arange(self.num_unlabelled, device=self.device)) % self.capacity
+
+    def label(self, i: torch.Tensor, rewards: torch.Tensor) -> None:
+        """Write the rewards of the oldest unlabelled transitions, which are at i."""
+        self.rewards[i] = rewards
+        self.num_unlabelled -= len(i)
 
     def sample(self, batch_size: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Labelled transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
@@ -625,12 +631,6 @@ def average_gradients(parameters: list[torch.Tensor]) -> None:
             p.grad.copy_(gradient.view_as(p))
 
 
-def my_part(n: int) -> tuple[int, int]:
-    """Where this process's share of n things begins, and how many they are."""
-    first, last = (n * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
-    return first, last - first
-
-
 # ---- Labelling
 
 
@@ -661,7 +661,7 @@ class Labeller:
             rewards = self.reward_model(frames)  # (batch,)
             times.append(self.clock())
             labels.append((rewards, TASKS[self.task][1](points) if self.task else torch.zeros_like(rewards, dtype=torch.bool)))
-            seconds = [total + end - start for total, start, end in zip(seconds, times, times[1:])]
+            seconds = [before + end - start for before, start, end in zip(seconds, times, times[1:])]
         return labels, *seconds
 
     def clock(self) -> float:
@@ -715,8 +715,8 @@ def success_rate(goals: torch.Tensor) -> torch.Tensor:
 
 def draw_large(states: torch.Tensor, size: int, args: Args) -> np.ndarray:
     """States (N, 24) -> smooth frames for people (N, size, size, 3) uint8."""
-    n = THREADS if states.device.type == "cpu" else 1
-    scenes = [Scene(size, size, args.textures, args.camera, 2, 8, states.device) for _ in range(n)]
+    n = min(THREADS, len(states)) if states.device.type == "cpu" else 1
+    scenes = [Scene(size, size, args.textures, args.camera, 2, 4, states.device) for _ in range(n)]
     frames = np.empty((len(states), size, size, 3), dtype=np.uint8)
     with ThreadPoolExecutor(n) as pool:
         for k, part in enumerate(pool.map(lambda k: scenes[k].draw(states[k::n])[0], range(n))):
@@ -833,8 +833,8 @@ def read_settings() -> tuple[Args, dict | None]:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     if args.ent_coef == 0:
         fail("--ent-coef must be above 0: it is tuned by factors")
-    if min(args.num_envs, args.batch_size) < WORLD_SIZE:
-        fail(f"{WORLD_SIZE} processes need --num-envs and --batch-size of at least {WORLD_SIZE}")
+    if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
+        fail(f"{WORLD_SIZE} processes need --num-envs and --batch-size that are multiples of {WORLD_SIZE}")
     if args.evaluate and WORLD_SIZE > 1:
         fail("--evaluate is the work of one process: leave out torchrun")
     args.task = args.task or ("kneeling" if args.prompt is None else None)
@@ -844,7 +844,7 @@ def read_settings() -> tuple[Args, dict | None]:
     if args.device.split(":")[0] not in ("cpu", "cuda"):
         fail(f"no device {args.device} here: only cpu and cuda are supported")
     try:
-        torch.zeros(1, device=args.device)
+        torch.zeros(1, device=f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
     except (RuntimeError, AssertionError) as error:  # no driver, no such GPU, a CPU-only build of PyTorch
         hint = "a run goes on only on its own kind of device" if args.resume else "try --device cpu"
         fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
@@ -872,7 +872,7 @@ def main() -> None:
     args, checkpoint = read_settings()
     device = torch.device(args.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index)
+        device = torch.device("cuda", LOCAL_RANK if device.index is None else device.index)
         torch.cuda.set_device(device)
     if WORLD_SIZE > 1:
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
@@ -900,7 +900,7 @@ def main() -> None:
     obs_norm = Normalize(OBS_SIZE).to(device) if args.normalize_obs else nn.Identity()
     reward_norm = Normalize(1).to(device) if args.normalize_reward else nn.Identity()
     if args.evaluate:
-        actor.load_state_dict(checkpoint["actor"])
+        actor.load_state_dict(checkpoint.get("mean_actor", checkpoint["actor"]))  # best.pt has only the one that acted
         obs_norm.load_state_dict(checkpoint["obs_norm"])
         path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
         report_evaluation(path, args, *evaluate(actor, obs_norm, labeller, args))
@@ -912,15 +912,15 @@ def main() -> None:
     actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     ent_coef_optimizer = torch.optim.Adam([log_ent_coef], lr=args.learning_rate, fused=True)
-    (first_env, num_envs), (_, batch_size) = my_part(args.num_envs), my_part(args.batch_size)  # of this process
+    num_envs, batch_size = args.num_envs // WORLD_SIZE, args.batch_size // WORLD_SIZE  # of this process
     rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, 2 * num_envs * args.episode_length), device)
     envs = Humanoid(num_envs, args.episode_length, device)
-    envs.reset(seed=args.seed + first_env)
+    envs.reset(seed=args.seed + RANK * num_envs)
     rng = torch.Generator(device).manual_seed(args.seed + RANK)  # exploration and sampling
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
-    parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
-    parts |= {"mean_actor": mean_actor, "obs_norm": obs_norm, "reward_norm": reward_norm}
-    parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
+    saved = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
+    saved |= {"mean_actor": mean_actor, "obs_norm": obs_norm, "reward_norm": reward_norm}
+    saved |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
 
     def save_checkpoint() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
@@ -931,7 +931,7 @@ def main() -> None:
         if RANK == 0:
             counters = {"global_step": global_step, "best_return": best_return, "log_ent_coef": log_ent_coef.detach()}
             content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
-            content |= own | {"others": every[1:]} | {name: part.state_dict() for name, part in parts.items()}
+            content |= own | {"others": every[1:]} | {name: part.state_dict() for name, part in saved.items()}
             save(args.run_dir / "checkpoint.pt", content)
 
     if args.track and RANK == 0:
@@ -950,7 +950,7 @@ def main() -> None:
         for env_rng, state in zip(envs.rngs, own["envs_rngs"]):
             env_rng.bit_generator.state = state
         log_ent_coef.data.copy_(checkpoint["log_ent_coef"])
-        for name, part in parts.items():
+        for name, part in saved.items():
             part.load_state_dict(checkpoint[name])
         del checkpoint, own  # the replay buffer is large
     else:
@@ -994,7 +994,7 @@ def main() -> None:
 
         # ---- Act: one episode in all environments at once. The transitions enter the buffer without rewards.
         obs, _ = envs.reset()
-        all_obs, states = [obs], []
+        all_obs = [obs]
         for _ in range(args.episode_length):
             noise = torch.randn(num_envs, ACTION_SIZE, generator=rng, device=device)
             if global_step < args.learning_starts:
@@ -1006,17 +1006,15 @@ def main() -> None:
             rb.add(obs, next_obs, actions, infos["states"])
             obs = next_obs
             all_obs.append(obs)
-            states.append(infos["states"])
             global_step += args.num_envs
-        policy = {"actor": mean_actor.state_dict(), "obs_norm": obs_norm.state_dict(), "global_step": step_before}
-        played = deepcopy(policy)  # as it was in this round
+        played = deepcopy({"actor": mean_actor.state_dict(), "obs_norm": obs_norm.state_dict(), "global_step": step_before})
         if args.normalize_obs:
             obs_norm.update(torch.cat(all_obs))
         seconds["simulate"] = clock() - start
 
         # ---- Label: draw the state after each step and score the frames with CLIP (Algorithm 1; Eq. 2), while the agent learns.
-        states = torch.stack(states)  # (episode_length, num_envs, 24)
-        labeller.submit(states.flatten(0, 1))
+        i = rb.unlabelled()
+        labeller.submit(rb.states[i])
 
         # ---- Learn: ordinary SAC, on the transitions that were labelled in the rounds before.
         t0 = clock()
@@ -1059,12 +1057,11 @@ def main() -> None:
 
         # ---- Label, the end of it: write the rewards.
         clip_rewards, goals, label_seconds = labeller.result()
-        (i,) = rb.unlabelled(len(clip_rewards))
-        rb.rewards[i] = clip_rewards
+        rb.label(i, clip_rewards)
         if args.normalize_reward:
             reward_norm.update(clip_rewards.view(-1, 1))
         seconds |= label_seconds
-        clip_rewards, goals = (labels.view(states.shape[:2]) for labels in (clip_rewards, goals))
+        clip_rewards, goals = (labels.view(args.episode_length, num_envs) for labels in (clip_rewards, goals))
         sums = torch.stack([clip_rewards.sum(), goals.sum(), success_rate(goals) * num_envs])
         clip_return, ground_truth_return, success = (total(sums) / args.num_envs).tolist()
         if clip_return > best_return:  # of the policy that played this round, before it learned
@@ -1089,7 +1086,7 @@ def main() -> None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, global_step)
             if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
-                strip = picture(states[:, :1], clip_rewards[:, :1], args)  # the first environment's
+                strip = picture(rb.states[i[::num_envs], None], clip_rewards[:, :1], args)  # the first environment's
                 writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
                 strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
         if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:
@@ -1099,13 +1096,14 @@ def main() -> None:
 
     stopped = stopping()
     progress.close()
+    if RANK == 0:
+        writer.flush()
     save_checkpoint()
     if WORLD_SIZE > 1:
         dist.barrier()
         dist.destroy_process_group()
     if RANK > 0:
         return
-    writer.flush()
     if stopped:
         torchrun = f"torchrun --nproc-per-node={WORLD_SIZE}" if WORLD_SIZE > 1 else "python"
         print(f"stopped at step {global_step}, nothing lost; go on with: {torchrun} {SCRIPT}.py --resume {args.run_dir}")
@@ -1127,4 +1125,4 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
-        sys.exit(130)
+        os._exit(130)  # sys.exit would wait until the threads have labelled the whole round

@@ -46,8 +46,8 @@ class Args:
     """of both"""
     timesteps: int = 32_000
     """learning steps of a run of the script"""
-    plain_timesteps: int = 400
-    """learning steps of a run of the plain one"""
+    plain_episodes: int = 4
+    """learning episodes of a run of the plain one, of 100 steps"""
 
 
 def script_run(args: Args) -> dict[str, float]:
@@ -91,9 +91,9 @@ def plain_run(args: Args, reward_model: CLIPReward) -> float:
     model = SAC("MlpPolicy", env, learning_starts=EPISODE, device=args.device)
     model.learn(EPISODE, callback=ScoreEpisodes(reward_model))
     start = time.perf_counter()
-    model.learn(args.plain_timesteps, callback=ScoreEpisodes(reward_model), reset_num_timesteps=False)
+    model.learn(args.plain_episodes * EPISODE, callback=ScoreEpisodes(reward_model), reset_num_timesteps=False)
     env.close()
-    return args.plain_timesteps / (time.perf_counter() - start)
+    return args.plain_episodes * EPISODE / (time.perf_counter() - start)
 
 
 def main() -> None:

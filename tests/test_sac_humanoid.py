@@ -283,8 +283,21 @@ FALSE = {
         pose(pitch=-90),
         pose(pitch=-60, **SPLITS),
     ],
-    "hands-on-hips": [STANDING, pose(knee=-5, **RAISED), pose(**KNEELING, **ON_HIPS), pose(knee=-5, **CROSSED)],
-    "arms-crossed": [STANDING, pose(knee=-5, **RAISED), pose(knee=-5, **ON_HIPS), pose(**KNEELING, **CROSSED)],
+    "hands-on-hips": [
+        STANDING,
+        pose(knee=-5, **RAISED),
+        pose(**KNEELING, **ON_HIPS),
+        pose(knee=-5, **CROSSED),
+        pose(knee=-5, shoulder1=45, shoulder2=-20, elbow=-20),  # hands on the belly
+    ],
+    "arms-crossed": [
+        STANDING,
+        pose(knee=-5, **RAISED),
+        pose(knee=-5, **ON_HIPS),
+        pose(**KNEELING, **CROSSED),
+        pose(knee=-5, shoulder1=-57, shoulder2=56, elbow=4),  # in front of the face
+        pose(knee=-5, shoulder1=27.5, shoulder2=35.4, elbow=-53.7),  # hands that merely touch
+    ],
     "standing-on-one-leg": [
         STANDING,
         pose(lift=0.2, knee=-5, **RIGHT_UP),
@@ -352,8 +365,10 @@ def test_replay_buffer_wraps_around_and_keeps_the_newest():
         numbers = torch.arange(start, start + 3.0)[:, None]
         rb.add(numbers.expand(-1, 348), numbers.expand(-1, 348) + 0.5, numbers.expand(-1, 17), numbers.expand(-1, 24))
         if start % 2:
-            for i in rb.unlabelled(2):
-                rb.rewards[i] = rb.states[i, 0] * 2
+            i = rb.unlabelled()
+            assert rb.rewards[i].isnan().all()
+            rb.label(i[:2], rb.states[i[:2], 0] * 2)
+            rb.label(i[2:], rb.states[i[2:], 0] * 2)
     obs, next_obs, actions, rewards = rb.sample(1000, rng)
     assert rb.num_unlabelled == 3 and set(obs[:, 0].tolist()) == set(range(17, 24))
     assert torch.equal(next_obs, obs + 0.5) and torch.equal(actions, obs[:, :17]) and torch.equal(rewards, 2 * obs[:, 0])
@@ -370,6 +385,21 @@ def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeyp
     assert args.num_envs * args.episode_length == 32 * args.gradient_steps == 3200 and args.learning_starts == 50_000
     assert (args.total_timesteps, args.episode_length, args.ent_coef, args.policy_frequency) == (10_000_000, 100, 1, 1)
     assert not (args.normalize_obs or args.normalize_reward or args.layer_norm or args.anneal_lr or args.average_actor)
+
+
+def test_paper_trains_and_resumes(tmp_path):
+    options = "--paper --num-envs 4 --episode-length 8 --learning-starts 32 --gradient-steps 3 --batch-size 16 --episodes 1"
+    command = [sys.executable, ROOT / "sac_clip_humanoid.py", *options.split(), "--device", "cpu", "--clip-model", "tiny"]
+    command = [*map(str, command), "--run-dir", "run", "--total-timesteps", "96"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    before = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    subprocess.run([*command[:2], "--resume", "run"], cwd=tmp_path, check=True, capture_output=True)
+    after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    for checkpoint in (before, after):
+        assert checkpoint["obs_norm"] == checkpoint["reward_norm"] == {} and len(checkpoint["qf1"]) == 6  # no normalization
+        assert all(torch.equal(weight, checkpoint["mean_actor"][name]) for name, weight in checkpoint["actor"].items())
+        steps = [checkpoint[f"{name}_optimizer"]["state"][0]["step"] for name in ("q", "actor", "ent_coef")]
+        assert steps == [6, 6, 6] and checkpoint["q_optimizer"]["param_groups"][0]["lr"] == 6e-4
 
 
 def test_one_update_is_sacs(tmp_path):
@@ -444,13 +474,13 @@ def test_one_update_is_sacs(tmp_path):
 
 PROCESS = """
 import torch, torch.distributed as dist
-from sac_clip_humanoid import RANK, Actor, Normalize, average_gradients, my_part
+from sac_clip_humanoid import RANK, WORLD_SIZE, Actor, Normalize, average_gradients
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 actor, norm, obs = Actor(), Normalize(348), torch.randn(30, 348) * 3 + 1
-first, n = my_part(30)
-norm.update(obs[first : first + n])
-loss = actor.get_action(norm(obs[first : first + n]), torch.zeros(n, 17))[1].mean()
+obs = obs.chunk(WORLD_SIZE)[RANK]
+norm.update(obs)
+loss = actor.get_action(norm(obs), torch.zeros(len(obs), 17))[1].mean()
 loss.backward()
 average_gradients(list(actor.parameters()))
 torch.save({"norm": norm.state_dict(), "gradients": [p.grad for p in actor.parameters()]}, f"{RANK}.pt")
@@ -480,46 +510,64 @@ def test_processes_see_all_observations_and_average_their_gradients(tmp_path):
 
 def test_two_processes_train_save_and_go_on_exactly(tmp_path):
     options = (
-        "--num-envs 5 --episode-length 10 --total-timesteps 400 --learning-starts 100 --gradient-steps 5 --batch-size 31 "
+        "--num-envs 4 --episode-length 10 --total-timesteps 1200 --learning-starts 100 --gradient-steps 5 --batch-size 32"
     )
-    options += "--buffer-size 200 --episodes 2 --device cpu --clip-model tiny --checkpoint-every 50"
-    script = ROOT / "sac_clip_humanoid.py"
+    options += " --buffer-size 200 --episodes 2 --device cpu --clip-model tiny --checkpoint-every 40"
+    script, checkpoint = ROOT / "sac_clip_humanoid.py", tmp_path / "part" / "checkpoint.pt"
     done = torchrun(script, *options.split(), "--run-dir", "whole", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("CLIP model tiny") == 1 and done.stdout.count("success rate") == 1  # one process speaks
     whole = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)
-    assert whole["global_step"] == 400 and len(whole["others"]) == 1
+    assert whole["global_step"] == 1200 and len(whole["others"]) == 1
     assert whole["rb"]["size"] == whole["others"][0]["rb"]["size"] == 100
     assert not torch.equal(whole["rb"]["actions"], whole["others"][0]["rb"]["actions"])
-    # Six rounds of five updates; the actor takes part in the first, third and fifth. The learning rate falls with the steps.
+    # 27 rounds of five updates; the actor takes part in the first, third and fifth. The learning rate falls with the steps.
     updates = [whole[f"{name}_optimizer"]["state"][0]["step"].item() for name in ("q", "actor", "ent_coef")]
-    assert updates == [30, 18, 18]
+    assert updates == [135, 81, 81]
     for name in ("q", "actor", "ent_coef"):
-        assert whole[f"{name}_optimizer"]["param_groups"][0]["lr"] == pytest.approx(6e-4 * (1 - 350 / 400))
-    assert (
-        whole["reward_norm"]["count"] == whole["obs_norm"]["count"] * 10 / 11 == 400
-    )  # of both processes; one more obs a round
+        assert whole[f"{name}_optimizer"]["param_groups"][0]["lr"] == pytest.approx(6e-4 * (1 - 1160 / 1200))
+    # Of both processes; there is one more observation than rewards a round.
+    assert whole["reward_norm"]["count"] == whole["obs_norm"]["count"] * 10 / 11 == 1200
 
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *options.split()]
-    with subprocess.Popen([*map(str, command), "--run-dir", "part"], cwd=tmp_path, start_new_session=True) as process:
-        while not (tmp_path / "part" / "best.pt").exists():
+    def steps_saved() -> int:
+        return torch.load(checkpoint, weights_only=True)["global_step"] if checkpoint.exists() else 0
+
+    def start_and_wait_for(step: int, *arguments) -> tuple[subprocess.Popen, list[int]]:
+        """Two processes under torchrun that have saved this step -> torchrun's process, theirs."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, *arguments]
+        process = subprocess.Popen([*map(str, command)], cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
+        while steps_saved() < step:
             assert process.poll() is None
             time.sleep(0.01)
-        ranks = [
-            int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()
-        ]
-        for pid in (process.pid, *ranks):  # torchrun first: it would notice
-            os.kill(pid, signal.SIGKILL)
-    assert len(ranks) == 2
-    assert torch.load(tmp_path / "part" / "checkpoint.pt", weights_only=True)["global_step"] < 400
+        tasks = Path(f"/proc/{process.pid}/task").iterdir()
+        return process, [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+    process, ranks = start_and_wait_for(160, *options.split(), "--run-dir", "part")
+    for pid in (process.pid, *ranks):  # torchrun first: it would notice
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    killed_at = steps_saved()
+    assert len(ranks) == 2 and 160 <= killed_at < 1200
+    process, ranks = start_and_wait_for(killed_at + 80, "--resume", "part")
+    os.kill(ranks[1], signal.SIGTERM)  # only one of them is told to stop, and yet all stop after the same round, and save
+    process.wait(timeout=60)
+    assert killed_at + 80 <= steps_saved() < 1200
     alone = subprocess.run([sys.executable, script, "--resume", "part"], cwd=tmp_path, capture_output=True, text=True)
     assert alone.returncode == 2 and "this run has 2 processes, not 1" in alone.stderr and alone.stderr.count("\n") == 1
     done = torchrun(script, "--resume", "part", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    part = torch.load(tmp_path / "part" / "checkpoint.pt", weights_only=True)
+    part = torch.load(checkpoint, weights_only=True)
     assert all(torch.equal(weight, part["actor"][name]) for name, weight in whole["actor"].items())
     assert all(
         torch.equal(a, part["others"][0]["rb"][name])
         for name, a in whole["others"][0]["rb"].items()
         if name in ReplayBuffer.FIELDS
     )
+
+
+def test_unequal_shares_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sac_clip_humanoid, "WORLD_SIZE", 3)
+    monkeypatch.setattr(sys, "argv", ["sac_clip_humanoid.py", "--num-envs", "32", "--batch-size", "30", "--device", "cpu"])
+    with pytest.raises(SystemExit) as stopped:
+        sac_clip_humanoid.read_settings()
+    assert stopped.value.code == 2 and "multiples of 3" in capsys.readouterr().err

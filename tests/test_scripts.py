@@ -220,6 +220,21 @@ def test_evaluate_a_checkpoint(unbroken, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_evaluate_plays_the_policy_that_acts(unbroken, monkeypatch):
+    script, run_dir = unbroken
+    played, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(SCRIPTS[script], "evaluate", lambda policy, *_: played.append(policy.state_dict()) or sys.exit())
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--evaluate", str(run_dir / "checkpoint.pt"), "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        SCRIPTS[script].main()
+    torch.set_num_threads(threads)
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    acts = checkpoint.get("mean_actor", checkpoint[POLICY[script]])
+    assert all(torch.equal(weight, acts[name]) for name, weight in played[0].items())
+    if script == "sac_clip_humanoid":  # there it is the running mean of the weights
+        assert not any(torch.equal(weight, checkpoint["actor"][name]) for name, weight in acts.items())
+
+
 BAD = [
     ("--clip-model ViT-B-23/openai", "did you mean ViT-B-32"),
     ("--clip-model ViT-B-32//no/such/weights.pt", "no weights file"),
