@@ -638,13 +638,15 @@ class Labeller:
     """States -> rewards, in threads of its own, so that on a CPU the learning goes on meanwhile.
 
     There each thread draws and scores batches of its own: one thread a core, and none inside PyTorch's operations, does far more
-    than PyTorch's threads do, most of whose operations here are small. The result is the same with any number of threads.
+    than PyTorch's threads do, most of whose operations here are small. One core is left to the learning. The result is the same
+    with any number of threads.
     """
 
     def __init__(self, reward_model: CLIPReward, args: Args):
         self.reward_model, self.task, self.batch_size = reward_model, args.task, args.clip_batch_size
         look = (args.textures, args.camera, args.supersample, args.clip_batch_size, reward_model.device)
-        self.scenes = [Scene(*reward_model.size, *look) for _ in range(THREADS if reward_model.device.type == "cpu" else 1)]
+        threads = max(THREADS - 1, 1) if reward_model.device.type == "cpu" else 1
+        self.scenes = [Scene(*reward_model.size, *look) for _ in range(threads)]
         self.pool = ThreadPoolExecutor(len(self.scenes))
 
     def submit(self, states: torch.Tensor) -> None:

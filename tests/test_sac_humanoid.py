@@ -65,14 +65,14 @@ def test_physics_start_states_and_observations_are_gymnasiums(threads, monkeypat
 
 def test_any_number_of_threads_gives_the_same(monkeypatch):
     results, reward_model = [], CLIPReward("tiny", "a humanoid robot kneeling")
-    for threads in (1, 2, 5):
+    for threads in (1, 3, 5):
         monkeypatch.setattr(sac_clip_humanoid, "THREADS", threads)
         envs, rng = Humanoid(7, 100, CPU), torch.Generator().manual_seed(0)
         envs.reset(seed=1)
         for _ in range(30):
             obs, _, _, _, infos = envs.step(torch.rand(7, 17, generator=rng) * 0.8 - 0.4)
         labeller = Labeller(reward_model, Args(task="kneeling", clip_batch_size=2))
-        assert len(labeller.scenes) == threads
+        assert len(labeller.scenes) == max(threads - 1, 1)
         labeller.submit(infos["states"])
         results.append([obs, infos["states"], *labeller.result()[:2]])
         frames, points = labeller.scenes[0].draw(infos["states"])
