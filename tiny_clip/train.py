@@ -112,7 +112,7 @@ CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says whe
         "",
     ),
     (
-        6,
+        4,
         "upright and vertical|vertical and upright|straight and upright|standing vertical and straight|well balanced and upright|"
         "upright in balance",
         "",
@@ -467,6 +467,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "one knee": knees_down.any(0) & ~knees_down.all(0) & feet_down.any(0) & (tilt < 45) & (seat > 0.25),
         "one arm raised": facts["standing-up"] & (hands > head).any(0) & ~(hands > head).all(0),
         "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
+        "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
         "seated": seated & (tilt < 50),
@@ -506,6 +507,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     facts |= {f"knees {cm}": knees.amax(0) * 100 < cm for cm in KNEE_CM}
     facts |= {f"hands {cm}": hands.amin(0) * 100 > cm for cm in HAND_CM}
     facts |= {f"spread {degrees}": s.spread(p) > degrees for degrees in SPREADS}
+    facts |= {f"bend {degrees}": bends.amax(0) > degrees for degrees in BENDS}
     facts |= {f"foot {cm}": feet.amax(0) * 100 > cm for cm in FOOT_CM}
     return facts
 
@@ -516,7 +518,7 @@ HEAD_CM, SEAT_CM, TILTS, KNEE_CM = (
     range(10, 91, 10),
     (8, 10, 12, 15, 20, 30, 40, 50, 60),
 )
-HAND_CM, SPREADS, FOOT_CM = range(20, 181, 20), range(30, 111, 20), range(15, 76, 15)
+HAND_CM, SPREADS, BENDS, FOOT_CM = range(20, 181, 20), range(30, 111, 20), range(30, 121, 30), range(15, 76, 15)
 HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; most say something in one case only
     "kneeling": (
         "kneeling|kneeling down|on its knees|on both knees|kneeling on the floor|kneeling on both knees|down on its knees|"
@@ -571,6 +573,11 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "",
     ),
     "one hand on the hip": ("standing with one hand on its hip|standing, only one hand on the hips", ""),
+    "one leg stretched": (
+        "sitting with one leg stretched and the other one bent|seated, only one leg stretched|on the floor, one leg straight and one bent|"
+        "sitting, one leg stretched to the side and the other one folded in front",
+        "",
+    ),
     "on the heels": ("sitting on its heels|kneeling and sitting on its heels|kneeling low", ""),
     "straight kneeling": ("kneeling with straight hips|kneeling tall|kneeling with its trunk high", ""),
     "seated": ("sitting|seated|sitting down|seated on the floor|sitting on the floor|seated down", "not sitting|not seated"),
@@ -646,6 +653,12 @@ for name, limits, yes, no in (
     ),
     ("spread", SPREADS, "with more than N degrees between its legs", "with less than N degrees between its legs"),
     (
+        "bend",
+        BENDS,
+        "with a knee bent more than N degrees|with a knee bent over N degrees",
+        "with both knees bent less than N degrees|with both legs straight within N degrees",
+    ),
+    (
         "foot",
         FOOT_CM,
         "with a foot higher than N cm|with a foot above N cm",
@@ -654,7 +667,7 @@ for name, limits, yes, no in (
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 22  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 23  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
