@@ -689,7 +689,7 @@ class Labeller:
 def evaluate(actor: Actor, obs_norm: nn.Module, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 24), their CLIP rewards."""
     envs = Humanoid(args.episodes, args.episode_length, labeller.reward_model.device)
-    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # start states that training has not seen
+    obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that neither training nor another seed has seen
     states = []
     for _ in trange(args.episode_length, desc=f"play {args.episodes} episodes", leave=False):
         obs, _, _, _, infos = envs.step(MAX_CTRL * actor(obs_norm(obs))[0].tanh())
@@ -1112,10 +1112,17 @@ def main() -> None:
         sys.exit(128 + (stop or [signal.SIGTERM])[0])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # No round has played the last policy: it takes the place of the best one if it earns more.
     best = torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)
-    actor.load_state_dict(best["actor"])
-    obs_norm.load_state_dict(best["obs_norm"])
-    metrics, states, rewards = evaluate(actor, obs_norm, labeller, args)
+    last = deepcopy(best | {"actor": mean_actor.state_dict(), "obs_norm": obs_norm.state_dict(), "global_step": global_step})
+    evaluations = []
+    for policy in (best, last):
+        actor.load_state_dict(policy["actor"])
+        obs_norm.load_state_dict(policy["obs_norm"])
+        evaluations.append(evaluate(actor, obs_norm, labeller, args))
+    metrics, states, rewards = max(evaluations, key=lambda evaluation: evaluation[0]["clip_return"])
+    if metrics is evaluations[1][0]:
+        save(args.run_dir / "best.pt", last)
     metrics["steps_per_second"] = global_step / training_seconds
     sheet = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
     writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")

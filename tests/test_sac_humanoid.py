@@ -1,5 +1,6 @@
 """Physics, observations and start states against Gymnasium, both looks, the tasks' conditions, and the parts of SAC."""
 
+import json
 import os
 import signal
 import subprocess
@@ -400,6 +401,34 @@ def test_paper_trains_and_resumes(tmp_path):
         assert all(torch.equal(weight, checkpoint["mean_actor"][name]) for name, weight in checkpoint["actor"].items())
         steps = [checkpoint[f"{name}_optimizer"]["state"][0]["step"] for name in ("q", "actor", "ent_coef")]
         assert steps == [6, 6, 6] and checkpoint["q_optimizer"]["param_groups"][0]["lr"] == 6e-4
+
+
+def test_the_last_policy_becomes_the_best_if_it_earns_more(tmp_path):
+    options = "--num-envs 4 --episode-length 8 --learning-starts 32 --gradient-steps 1 --batch-size 16 --episodes 2"
+    options += " --total-timesteps 64 --no-normalize-obs --device cpu --clip-model tiny --run-dir run"
+    command = [sys.executable, str(ROOT / "sac_clip_humanoid.py")]
+    subprocess.run(command + options.split(), cwd=tmp_path, check=True, capture_output=True)
+    best = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
+    last = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["mean_actor"]
+    args = Args(**best["settings"])
+    labeller, actor = Labeller(CLIPReward("tiny", args.prompt), args), Actor()
+
+    def clip_return(weights: dict) -> float:
+        actor.load_state_dict(weights)
+        return sac_clip_humanoid.evaluate(actor, torch.nn.Identity(), labeller, args)[0]["clip_return"]
+
+    rng = torch.Generator().manual_seed(0)
+    others = [last | {"net.4.bias": 3 * torch.randn(34, generator=rng)} for _ in range(10)]
+    returns = [clip_return(other) for other in others]
+    worst, top = (others[returns.index(choose(returns))] for choose in (min, max))
+    assert min(returns) < clip_return(last) < max(returns)
+    for other, step, winner in ((worst, 64, last), (top, 32, top)):
+        torch.save(best | {"actor": other, "global_step": 32}, tmp_path / "run" / "best.pt")
+        subprocess.run([*command, "--resume", "run"], cwd=tmp_path, check=True, capture_output=True)
+        found = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
+        assert found["global_step"] == step and all(torch.equal(found["actor"][name], w) for name, w in winner.items())
+        result = json.loads((tmp_path / "run" / "result.json").read_text())
+        assert result["clip_return"] == pytest.approx(clip_return(winner), abs=1e-4)
 
 
 def test_one_update_is_sacs(tmp_path):
