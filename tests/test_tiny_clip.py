@@ -58,8 +58,8 @@ def test_reward_separates_upright_from_fallen(alpha):
     sweep = torch.zeros(len(degrees), 9, 4)
     sweep[..., 0], sweep[..., 2] = places, torch.deg2rad(degrees)[:, None]
     curve = reward(dqn_clip_cartpole.draw(sweep.flatten(0, 1), 64, 64)).view(-1, 9).mean(1)
-    assert degrees[curve.argmax()].abs() <= 6  # a flat top: the captions call all of it "upright and vertical"
-    assert curve.max() - curve[degrees == 0] <= 0.05 * (curve.max() - curve.min())
+    assert degrees[curve.argmax()].abs() <= 6  # the top is flat
+    assert curve.max() - curve[degrees == 0] <= 0.02 * (curve.max() - curve.min())
 
 
 @pytest.mark.parametrize("textures", ["plain", "realistic"])
