@@ -638,8 +638,8 @@ class Labeller:
     """States -> rewards, in threads of its own, so that on a CPU the learning goes on meanwhile.
 
     There each thread draws and scores batches of its own: one thread a core, and none inside PyTorch's operations, does far more
-    than PyTorch's threads do, most of whose operations here are small. One core is left to the learning. The result is the same
-    with any number of threads.
+    than PyTorch's threads do, most of whose operations here are small. Of several cores one is left to the learning. The result is
+    the same with any number of threads.
     """
 
     def __init__(self, reward_model: CLIPReward, args: Args):
@@ -689,7 +689,7 @@ class Labeller:
 def evaluate(actor: Actor, obs_norm: nn.Module, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 24), their CLIP rewards."""
     envs = Humanoid(args.episodes, args.episode_length, labeller.reward_model.device)
-    obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that neither training nor another seed has seen
+    obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that no training sees, and no other seed
     states = []
     for _ in trange(args.episode_length, desc=f"play {args.episodes} episodes", leave=False):
         obs, _, _, _, infos = envs.step(MAX_CTRL * actor(obs_norm(obs))[0].tanh())
@@ -835,10 +835,10 @@ def read_settings() -> tuple[Args, dict | None]:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     if args.ent_coef == 0:
         fail("--ent-coef must be above 0: it is tuned by factors")
-    if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
-        fail(f"{WORLD_SIZE} processes need --num-envs and --batch-size that are multiples of {WORLD_SIZE}")
     if args.evaluate and WORLD_SIZE > 1:
         fail("--evaluate is the work of one process: leave out torchrun")
+    if args.num_envs % WORLD_SIZE or args.batch_size % WORLD_SIZE:
+        fail(f"{WORLD_SIZE} processes need --num-envs and --batch-size that are multiples of {WORLD_SIZE}")
     args.task = args.task or ("kneeling" if args.prompt is None else None)
     args.prompt = (TASKS[args.task][0],) if args.prompt is None else args.prompt
     args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
@@ -1134,4 +1134,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
+        sys.stdout.flush()
         os._exit(130)  # sys.exit would wait until the threads have labelled the whole round
