@@ -59,7 +59,11 @@ Task = Literal[
 
 @dataclass
 class Args:
-    """Teach a humanoid with a sentence: SAC on the reward of a CLIP model. The defaults learn fast; --paper has the paper's values."""
+    """Teach a humanoid with a sentence: SAC on the reward of a CLIP model.
+
+    The defaults learn faster than the paper's values (--paper): kneeling, three seeds, success 0.81, 0.74 and 0.94 instead of 0.00,
+    0.00 and 0.01 at 160,000 steps with the bundled model. They were compared as a whole, not one by one.
+    """
 
     prompt: tuple[str, ...] | None = None
     """what the goal looks like; several sentences are averaged (default: the task's)"""
