@@ -472,7 +472,8 @@ def arms_crossed(p: dict[str, torch.Tensor]) -> torch.Tensor:
     beyond = torch.minimum(leftwards(p, "right_hand"), -leftwards(p, "left_hand")) >= 0.05
     front = torch.minimum(forwards(p, "right_hand"), forwards(p, "left_hand")) > 0
     above = torch.minimum(p["right_hand"][..., 2], p["left_hand"][..., 2]) > p["seat"][..., 2]
-    below = torch.maximum(p["right_hand"][..., 2], p["left_hand"][..., 2]) < p["right_shoulder"][..., 2]
+    shoulders = torch.minimum(p["right_shoulder"][..., 2], p["left_shoulder"][..., 2])
+    below = torch.maximum(p["right_hand"][..., 2], p["left_hand"][..., 2]) < shoulders
     return standing_up(p) & beyond & front & above & below
 
 
