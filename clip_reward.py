@@ -51,7 +51,8 @@ class CLIPReward(torch.nn.Module):
             paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
         batch_size: frames encoded at once.
-        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …); rewards are float32 all the same.
+        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …), by default `native_precision(device)`;
+            rewards are float32 all the same.
 
     Raises:
         RewardModelError: for whatever of these the user got wrong. Cheap checks come first; weights are loaded last.
@@ -65,7 +66,7 @@ class CLIPReward(torch.nn.Module):
         alpha: float = 0.0,
         device: str | torch.device = "cpu",
         batch_size: int = 256,
-        precision: str = "fp32",
+        precision: str | None = None,
     ):
         super().__init__()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -80,6 +81,7 @@ class CLIPReward(torch.nn.Module):
             raise RewardModelError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
 
         name, pretrained, quick_gelu = find_clip_model(clip_model)
+        precision = precision or native_precision(device)
         logging.disable(logging.ERROR)  # open_clip and the hub log each failure several times: it becomes one line below
         try:
             tokenizer = open_clip.get_tokenizer(name)
@@ -150,6 +152,14 @@ class CLIPReward(torch.nn.Module):
         """Frames (N, 3, H, W) uint8, any N, any device -> rewards (N,) float32 on the model's device."""
         rewards = [self.reward(self.embed(chunk)) for chunk in frames.split(self.batch_size) if len(chunk)]
         return torch.cat(rewards) if rewards else torch.zeros(0, device=self.device)
+
+
+def native_precision(device: str | torch.device) -> str:
+    """`bf16` where the device has instructions for it, which makes encoders two to three times as fast, else `fp32`."""
+    if torch.device(device).type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
+    capabilities = torch.cpu.get_capabilities()
+    return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
 def fold_batch_norms(module: torch.nn.Module) -> None:

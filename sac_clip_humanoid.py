@@ -27,6 +27,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal
 
 import gymnasium
@@ -43,7 +44,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm, trange
 
-from clip_reward import CLIPReward, RewardModelError
+from clip_reward import CLIPReward, RewardModelError, native_precision
 
 wp.config.log_level = wp.LOG_WARNING  # or it reports each kernel that it compiles or finds in its cache
 import mujoco_warp  # noqa: E402
@@ -85,6 +86,8 @@ class Args:
     (default: the paper's ViT-bigG-14/laion2b_s39b_b160k on CUDA, the bundled tiny on a CPU)"""
     clip_batch_size: int = 128
     """frames drawn and scored at once"""
+    precision: Literal["fp32", "bf16"] | None = None
+    """what the CLIP model computes in (default: bf16 where the processor or GPU has instructions for it, else fp32)"""
 
     paper: bool = False
     """the paper's values where the settings below name them; what the command line says holds all the same"""
@@ -109,7 +112,7 @@ class Args:
     anneal_lr: bool = True
     """lower it evenly to 0 at the end of training, so that the last policies change little (paper: no)"""
     buffer_size: int = 1_000_000
-    """transitions kept, at least two rounds of them (Stable-Baselines3's default, as in the paper)"""
+    """transitions kept, at least one round of them (Stable-Baselines3's default, as in the paper)"""
     gamma: float = 0.95
     """discount factor"""
     tau: float = 0.005
@@ -164,13 +167,13 @@ OBS_SIZE, STATE_SIZE, ACTION_SIZE = 348, 24, 17
 class Humanoid:
     """`num_envs` humanoids with the dynamics, start states and observations of Gymnasium's Humanoid-v5, all at the same step.
 
-    C MuJoCo steps them in float64 on THREADS threads, and gives the same result on any number of them. A state is
+    C MuJoCo steps them in float64 on so many threads of the CPU, and gives the same result on any number of them. A state is
     MuJoCo's qpos: position (m) and quaternion of the torso, then 17 joint angles (rad). As in the paper, no episode ends early,
     because that would tell the agent what the task is: each lasts `episode_length` steps of 15 ms. Nothing resets itself: call `reset`.
     """
 
-    def __init__(self, num_envs: int, episode_length: int, device: torch.device):
-        self.num_envs, self.episode_length, self.device = num_envs, episode_length, device
+    def __init__(self, num_envs: int, episode_length: int, threads: int):
+        self.num_envs, self.episode_length, self.threads = num_envs, episode_length, min(threads, num_envs)
         self.model = mujoco.MjModel.from_xml_path(str(XML))
         self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         # What Gymnasium observes (body 0, the world, has nothing to tell): views of MuJoCo's own memory.
@@ -180,7 +183,7 @@ class Humanoid:
         ]
         self.rngs = [np.random.default_rng() for _ in range(num_envs)]
         self.obs, self.states = np.empty((num_envs, OBS_SIZE)), np.empty((num_envs, STATE_SIZE))
-        self.pool = ThreadPoolExecutor(THREADS)
+        self.pool = ThreadPoolExecutor(self.threads)
 
     def reset(self, seed: int | None = None) -> tuple[torch.Tensor, dict]:
         """Start all episodes anew -> obs (num_envs, 348) float32, infos: {"states": (num_envs, 24) float32}.
@@ -202,7 +205,7 @@ class Humanoid:
 
         The rewards are 0: giving them is the CLIP model's task, once the frames are drawn from infos["states"].
         """
-        for data, action in zip(self.datas, actions.cpu().numpy()):
+        for data, action in zip(self.datas, actions.numpy()):
             data.ctrl[:] = action
 
         def simulate(model: mujoco.MjModel, data: mujoco.MjData) -> None:
@@ -212,24 +215,22 @@ class Humanoid:
         self.each(simulate)
         self.t += 1
         obs, infos = self.observe()
-        rewards = torch.zeros(self.num_envs, device=self.device)
-        terminations = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        rewards, terminations = torch.zeros(self.num_envs), torch.zeros(self.num_envs, dtype=torch.bool)
         return obs, rewards, terminations, torch.full_like(terminations, self.t >= self.episode_length), infos
 
     def each(self, work: Callable) -> None:
         """Do `work(model, data)` for every environment and write down what there is to observe."""
 
         def some(first: int) -> None:
-            for i in range(first, self.num_envs, threads):
+            for i in range(first, self.num_envs, self.threads):
                 work(self.model, self.datas[i])
                 np.concatenate(self.views[i], out=self.obs[i])
                 self.states[i] = self.datas[i].qpos
 
-        threads = min(THREADS, self.num_envs)
-        list(self.pool.map(some, range(threads)))
+        list(self.pool.map(some, range(self.threads)))
 
     def observe(self) -> tuple[torch.Tensor, dict]:
-        obs, states = (torch.tensor(array, dtype=torch.float32).to(self.device) for array in (self.obs, self.states))
+        obs, states = (torch.tensor(array, dtype=torch.float32) for array in (self.obs, self.states))
         return obs, {"states": states}
 
 
@@ -369,7 +370,7 @@ class Scene:
 
     def draw(self, states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """States (N, 24) -> frames (N, 3, height, width) uint8, and where each point of the body is (N, 3), m, by its name."""
-        frames = torch.empty(len(states), self.height, self.width, 3, dtype=torch.uint8, device=self.device)
+        frames = torch.empty(len(states), 3, self.height, self.width, dtype=torch.uint8, device=self.device)
         points = torch.empty(len(states), len(self.geoms) + len(self.bodies), 3, device=self.device)
         if self.device.type == "cuda":  # in step with PyTorch
             wp.set_stream(wp.stream_from_torch(torch.cuda.current_stream(self.device)), self.warp_device)
@@ -383,10 +384,10 @@ class Scene:
             mujoco_warp.refit_bvh(self.model, self.data, self.context)
             mujoco_warp.render(self.model, self.data, self.context)
             pixels = wp.to_torch(self.context.rgb_data)[:n].view(torch.uint8)  # a view: blue, green, red, alpha
-            frames[i] = pixels.view(n, self.height, self.width, 4)[..., [2, 1, 0]]
+            frames[i] = torch.stack(pixels.view(n, self.height, self.width, 4).unbind(-1)[2::-1], dim=1)
             points[i, : len(self.geoms)] = wp.to_torch(self.data.geom_xpos)[:n, self.geoms]
             points[i, len(self.geoms) :] = wp.to_torch(self.data.xpos)[:n, self.bodies]
-        return frames.permute(0, 3, 1, 2), dict(zip([*GEOM_POINTS, *BODY_POINTS], points.unbind(1)))
+        return frames, dict(zip([*GEOM_POINTS, *BODY_POINTS], points.unbind(1)))
 
 
 # ---- The tasks: what a person would have to see in the frame (paper, Table 2), from where the parts of the body are.
@@ -498,14 +499,13 @@ TASKS = {  # goal prompt (paper, Table 3) and success condition of each
 
 
 class ReplayBuffer:
-    """A ring of transitions in preallocated tensors on the device. They enter unlabelled, and only labelled ones are sampled.
+    """A ring of labelled transitions in preallocated tensors on the device.
 
-    Beside each transition stands the state after it, to be drawn when it is labelled: 24 numbers instead of a frame. There is no
-    "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no property of
-    the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
+    There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
+    property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
     """
 
-    FIELDS = ("obs", "next_obs", "actions", "rewards", "states")
+    FIELDS = ("obs", "next_obs", "actions", "rewards")
 
     def __init__(self, capacity: int, device: torch.device):
         self.capacity, self.device = capacity, device
@@ -513,43 +513,30 @@ class ReplayBuffer:
         self.obs = torch.empty(capacity, OBS_SIZE, device=device)
         self.next_obs = torch.empty(capacity, OBS_SIZE, device=device)
         self.actions = torch.empty(capacity, ACTION_SIZE, device=device)
-        self.rewards = torch.full((capacity,), math.nan, device=device)  # a reward that was never written spoils the loss
-        self.states = torch.empty(capacity, STATE_SIZE, device=device)
-        self.pos = self.size = self.num_unlabelled = 0  # next place to write; transitions held; how many of them unlabelled
+        self.rewards = torch.empty(capacity, device=device)
+        self.pos = self.size = 0  # next place to write; transitions held
 
-    def add(self, obs: torch.Tensor, next_obs: torch.Tensor, actions: torch.Tensor, states: torch.Tensor) -> None:
-        """Append one transition of each environment, without rewards."""
-        n = len(actions)
+    def add(self, *transitions: torch.Tensor) -> None:
+        """Append N transitions: obs (N, 348), next_obs (N, 348), actions (N, 17), rewards (N,)."""
+        n = len(transitions[0])
         i = (self.pos + torch.arange(n, device=self.device)) % self.capacity
-        self.obs[i], self.next_obs[i], self.actions[i] = obs, next_obs, actions
-        self.states[i], self.rewards[i] = states, math.nan
-        self.pos = (self.pos + n) % self.capacity
-        self.size = min(self.size + n, self.capacity)
-        self.num_unlabelled = min(self.num_unlabelled + n, self.capacity)
-
-    def unlabelled(self) -> torch.Tensor:
-        """Indices of the unlabelled transitions, oldest first."""
-        return (self.pos - self.num_unlabelled + torch.arange(self.num_unlabelled, device=self.device)) % self.capacity
-
-    def label(self, i: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Write the rewards of the oldest unlabelled transitions, which are at i."""
-        self.rewards[i] = rewards
-        self.num_unlabelled -= len(i)
+        for name, values in zip(self.FIELDS, transitions):
+            getattr(self, name)[i] = values
+        self.pos, self.size = (self.pos + n) % self.capacity, min(self.size + n, self.capacity)
 
     def sample(self, batch_size: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Labelled transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
-        i = torch.randint(self.size - self.num_unlabelled, (batch_size,), generator=rng, device=self.device)
-        i = (self.pos - self.size + i) % self.capacity  # counted from the oldest
+        """Transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
+        i = torch.randint(self.size, (batch_size,), generator=rng, device=self.device)
         return self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i]
 
     def state_dict(self) -> dict:
         # Copies of parts only: torch.save would write the whole of what a part is a view of.
         tensors = {name: getattr(self, name) for name in self.FIELDS}
         tensors = {name: (t if self.size == self.capacity else t[: self.size].clone()).cpu() for name, t in tensors.items()}
-        return tensors | {"pos": self.pos, "size": self.size, "num_unlabelled": self.num_unlabelled}
+        return tensors | {"pos": self.pos, "size": self.size}
 
     def load_state_dict(self, state: dict) -> None:
-        self.pos, self.size, self.num_unlabelled = state["pos"], state["size"], state["num_unlabelled"]
+        self.pos, self.size = state["pos"], state["size"]
         for name in self.FIELDS:
             getattr(self, name)[: self.size] = state[name]
 
@@ -640,51 +627,48 @@ def average_gradients(parameters: list[torch.Tensor]) -> None:
 
 
 class Labeller:
-    """States -> rewards, in threads of its own, so that on a CPU the learning goes on meanwhile.
+    """States -> CLIP rewards, batch by batch, by the threads of `pool` and, while it waits for them, the one that asks for the result.
 
-    There each thread draws and scores batches of its own: one thread a core, and none inside PyTorch's operations, does far more
-    than PyTorch's threads do, most of whose operations here are small. Of several cores one is left to the learning. The result is
-    the same with any number of threads.
+    On a CPU one thread a core, and none inside PyTorch's operations, most of which are small here, does more than PyTorch's own
+    threads do. The batches, and so the rewards, are the same whoever labels them.
     """
 
-    def __init__(self, reward_model: CLIPReward, args: Args):
-        self.reward_model, self.task, self.batch_size = reward_model, args.task, args.clip_batch_size
+    def __init__(self, reward_model: CLIPReward, args: Args, pool: ThreadPoolExecutor):
+        self.reward_model, self.task, self.batch_size, self.pool = reward_model, args.task, args.clip_batch_size, pool
+        self.batches, self.rest = [], torch.empty(0, STATE_SIZE)
         look = (args.textures, args.camera, args.supersample, args.clip_batch_size, reward_model.device)
-        threads = max(THREADS - 1, 1) if reward_model.device.type == "cpu" else 1
-        self.scenes = [Scene(*reward_model.size, *look) for _ in range(threads)]
-        self.pool = ThreadPoolExecutor(len(self.scenes))
+        self.scenes = SimpleQueue()  # of those that nobody draws with
+        for _ in range(THREADS if reward_model.device.type == "cpu" else 1):
+            self.scenes.put(Scene(*reward_model.size, *look))
 
     def submit(self, states: torch.Tensor) -> None:
-        """Begin with states (N, 24)."""
-        batches, n = states.split(self.batch_size), len(self.scenes)
-        self.parts = [self.pool.submit(self.label, scene, batches[k::n]) for k, scene in enumerate(self.scenes)]
+        """Take in states (N, 24); a batch is begun when it is full."""
+        *full, self.rest = torch.cat([self.rest, states]).split(self.batch_size)
+        self.batches += [(self.pool.submit(self.label, batch), batch) for batch in full]
 
-    def label(self, scene: Scene, batches: list[torch.Tensor]) -> tuple[list, float, float]:
-        labels, seconds = [], [0.0, 0.0]
-        for states in batches:
-            times = [self.clock()]
-            frames, points = scene.draw(states)  # (batch, 3, height, width) uint8, never stored
-            times.append(self.clock())
-            rewards = self.reward_model(frames)  # (batch,)
-            times.append(self.clock())
-            labels.append((rewards, TASKS[self.task][1](points) if self.task else torch.zeros_like(rewards, dtype=torch.bool)))
-            seconds = [before + end - start for before, start, end in zip(seconds, times, times[1:])]
-        return labels, *seconds
+    @torch.no_grad()
+    def label(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        """States (N, 24) -> rewards (N,), whether the task's condition holds (N,) bool, seconds spent drawing, and scoring."""
+        scene = self.scenes.get()
+        try:
+            start = time.perf_counter()
+            frames, points = scene.draw(states.to(self.reward_model.device))  # (N, 3, height, width) uint8, never stored
+            drawn = time.perf_counter()
+            rewards = self.reward_model(frames)
+        finally:
+            self.scenes.put(scene)
+        goals = TASKS[self.task][1](points) if self.task else torch.zeros_like(rewards, dtype=torch.bool)
+        return rewards, goals, drawn - start, time.perf_counter() - drawn
 
-    def clock(self) -> float:
-        if self.reward_model.device.type == "cuda":
-            torch.cuda.synchronize(self.reward_model.device)
-        return time.perf_counter()
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-        """-> CLIP rewards (N,); whether the task's condition holds (N,) bool; seconds drawing and scoring, on average of the threads."""
-        parts = [part.result() for part in self.parts]
-        labels = [None] * sum(len(part) for part, _, _ in parts)
-        for k, (part, _, _) in enumerate(parts):
-            labels[k :: len(parts)] = part
-        rewards, goals = (torch.cat(column) for column in zip(*labels))
-        draw, clip = (sum(part[1 + k] for part in parts) / len(parts) for k in (0, 1))
-        return rewards, goals, {"draw": draw, "clip": clip}
+    def result(self, show: str | None = None) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        """-> rewards and goals of all states since the last result, in their order; seconds spent, the sum of all threads'."""
+        self.batches.append((self.pool.submit(self.label, self.rest), self.rest))
+        batches = tqdm(self.batches, desc=show, leave=False, disable=not show)
+        own = [self.label(states) if task.cancel() else None for task, states in batches]  # what no thread has begun yet
+        labels = [mine or task.result() for mine, (task, _) in zip(own, self.batches)]
+        self.batches, self.rest = [], self.rest[:0]
+        rewards, goals, draw_seconds, clip_seconds = zip(*labels)
+        return torch.cat(rewards), torch.cat(goals), {"draw": sum(draw_seconds), "clip": sum(clip_seconds)}
 
 
 # ---- Evaluation, pictures, files
@@ -693,18 +677,17 @@ class Labeller:
 @torch.no_grad()
 def evaluate(actor: Actor, obs_norm: nn.Module, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 24), their CLIP rewards."""
-    envs = Humanoid(args.episodes, args.episode_length, labeller.reward_model.device)
+    actor, obs_norm = deepcopy(actor).cpu(), deepcopy(obs_norm).cpu()
+    envs = Humanoid(args.episodes, args.episode_length, THREADS)
     obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that no training sees, and no other seed
     states = []
     for _ in trange(args.episode_length, desc=f"play {args.episodes} episodes", leave=False):
         obs, _, _, _, infos = envs.step(MAX_CTRL * actor(obs_norm(obs))[0].tanh())
         states.append(infos["states"])
     states = torch.stack(states)
-    labels, batches = [], states.flatten(0, 1).split(args.clip_batch_size * len(labeller.scenes))
-    for batch in tqdm(batches, desc=f"score {args.episodes} episodes", leave=False):
-        labeller.submit(batch)
-        labels.append(labeller.result()[:2])
-    rewards, goals = (torch.cat(column).view(states.shape[:2]) for column in zip(*labels))
+    labeller.submit(states.flatten(0, 1))
+    rewards, goals, _ = labeller.result(f"score {args.episodes} episodes")
+    states, rewards, goals = states.to(rewards.device), rewards.view(states.shape[:2]), goals.view(states.shape[:2])
     metrics = {"clip_return": rewards.sum(0).mean().item()}
     if args.task:
         metrics = {
@@ -858,6 +841,7 @@ def read_settings() -> tuple[Args, dict | None]:
     if args.device.startswith("cuda") and WORLD_SIZE > 1:
         if ":" in args.device or int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
             fail(f"each process needs a GPU of its own: give --device cuda and at most {torch.cuda.device_count()} processes")
+    args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
     args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
     if RANK == 0 and not checkpoint and os.path.exists(args.run_dir):  # the others may come when it has been made
@@ -875,6 +859,32 @@ def read_settings() -> tuple[Args, dict | None]:
 # ---- The loop
 
 
+@torch.no_grad()
+def act(
+    actor: Actor, obs_norm: nn.Module, envs: Humanoid, labeller: Labeller, rng: torch.Generator, step: int, args: Args
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """One episode in all environments at once, on the CPU, where the physics is; the labeller gets the states as they come.
+
+    -> obs (episode_length + 1, num_envs, 348), actions (episode_length, num_envs, 17), states (episode_length, num_envs, 24), seconds.
+    """
+    start = time.perf_counter()
+    obs, _ = envs.reset()
+    all_obs, all_actions, all_states = [obs], [], []
+    for _ in range(args.episode_length):
+        noise = torch.randn(envs.num_envs, ACTION_SIZE, generator=rng)
+        if step < args.learning_starts:
+            actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
+        else:
+            actions, _ = actor.get_action(obs_norm(obs), noise)
+        obs, _, _, _, infos = envs.step(MAX_CTRL * actions)
+        labeller.submit(infos["states"])
+        all_obs.append(obs)
+        all_actions.append(actions)
+        all_states.append(infos["states"])
+        step += args.num_envs
+    return torch.stack(all_obs), torch.stack(all_actions), torch.stack(all_states), time.perf_counter() - start
+
+
 def main() -> None:
     args, checkpoint = read_settings()
     device = torch.device(args.device)
@@ -885,18 +895,21 @@ def main() -> None:
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         reward_model = CLIPReward(
-            args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size
+            *(args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha),
+            *(device, args.clip_batch_size, args.precision),
         )
     except RewardModelError as error:
         fail(str(error))
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     if RANK == 0:
-        print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} on {args.device}")
+        print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
         print(f"prompt {'; '.join(args.prompt)}; {f'success is measured as {args.task}' if args.task else 'no known task'}")
     if RANK == 0 and not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
     torch.set_num_threads(1)  # threads of our own are faster: see Labeller
-    labeller = Labeller(reward_model, args)
+    threads = max(THREADS - 1, 1)  # one core is left to the learning
+    pool = ThreadPoolExecutor(threads if device.type == "cpu" else 2)  # on a GPU one thread acts and one labels
+    labeller = Labeller(reward_model, args, pool)
 
     torch.manual_seed(args.seed)
     actor = Actor().to(device)
@@ -920,10 +933,12 @@ def main() -> None:
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     ent_coef_optimizer = torch.optim.Adam([log_ent_coef], lr=args.learning_rate, fused=True)
     num_envs, batch_size = args.num_envs // WORLD_SIZE, args.batch_size // WORLD_SIZE  # of this process
-    rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, 2 * num_envs * args.episode_length), device)
-    envs = Humanoid(num_envs, args.episode_length, device)
+    rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, num_envs * args.episode_length), device)
+    envs = Humanoid(num_envs, args.episode_length, threads)
     envs.reset(seed=args.seed + RANK * num_envs)
-    rng = torch.Generator(device).manual_seed(args.seed + RANK)  # exploration and sampling
+    rngs = {"act": torch.Generator(), "sample": torch.Generator(device)}
+    for k, rng in enumerate(rngs.values(), 1):
+        rng.manual_seed(args.seed + RANK + 1_000 * k)
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
     saved = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
     saved |= {"mean_actor": mean_actor, "obs_norm": obs_norm, "reward_norm": reward_norm}
@@ -931,7 +946,8 @@ def main() -> None:
 
     def save_checkpoint() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
-        own = {"rb": rb.state_dict(), "rng": rng.get_state(), "envs_rngs": [r.bit_generator.state for r in envs.rngs]}
+        own = {"rb": rb.state_dict(), "rngs": {name: rng.get_state() for name, rng in rngs.items()}}
+        own["envs_rngs"] = [rng.bit_generator.state for rng in envs.rngs]
         every = [own] * WORLD_SIZE  # process's own
         if WORLD_SIZE > 1:
             dist.gather_object(own, every if RANK == 0 else None)
@@ -952,7 +968,8 @@ def main() -> None:
         if global_step >= args.total_timesteps and RANK == 0:
             print("this run is already trained: only its evaluation is made again")
         own = [checkpoint, *checkpoint["others"]][RANK]
-        rng.set_state(own["rng"])
+        for name, rng in rngs.items():
+            rng.set_state(own["rngs"][name])
         rb.load_state_dict(own["rb"])
         for env_rng, state in zip(envs.rngs, own["envs_rngs"]):
             env_rng.bit_generator.state = state
@@ -984,55 +1001,28 @@ def main() -> None:
     def stopping() -> bool:
         return total(torch.tensor(len(stop), device=device)).item() > 0  # all processes, or none
 
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     progress = tqdm(
         total=args.total_timesteps, initial=global_step, unit="step", desc="train", smoothing=0.05, disable=RANK > 0
     )
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     while global_step < args.total_timesteps and not stopping():
-        seconds = dict.fromkeys(("simulate", "draw", "clip", "update"), 0.0)
-        start, step_before = clock(), global_step
+        start, step_before = time.perf_counter(), global_step
         learning = step_before >= max(args.learning_starts, 1)
 
-        # ---- Act: one episode in all environments at once. The transitions enter the buffer without rewards.
-        obs, _ = envs.reset()
-        all_obs = [obs]
-        for _ in range(args.episode_length):
-            noise = torch.randn(num_envs, ACTION_SIZE, generator=rng, device=device)
-            if global_step < args.learning_starts:
-                actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
-            else:
-                with torch.no_grad():
-                    actions, _ = mean_actor.get_action(obs_norm(obs), noise)
-            next_obs, _, _, _, infos = envs.step(MAX_CTRL * actions)
-            rb.add(obs, next_obs, actions, infos["states"])
-            obs = next_obs
-            all_obs.append(obs)
-            global_step += args.num_envs
-        played = deepcopy({"actor": mean_actor.state_dict(), "obs_norm": obs_norm.state_dict(), "global_step": step_before})
-        if args.normalize_obs:
-            obs_norm.update(torch.cat(all_obs))
-        seconds["simulate"] = clock() - start
+        # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
+        played = (deepcopy(mean_actor).cpu(), deepcopy(obs_norm).cpu())
+        acting = pool.submit(act, *played, envs, labeller, rngs["act"], step_before, args)
 
-        # ---- Label: draw the state after each step and score the frames with CLIP (Algorithm 1; Eq. 2), while the agent learns.
-        i = rb.unlabelled()
-        labeller.submit(rb.states[i])
-
-        # ---- Learn: ordinary SAC, on the transitions that were labelled in the rounds before.
-        t0 = clock()
+        # ---- Learn: ordinary SAC, on the transitions of the rounds before.
         if args.anneal_lr:
             for optimizer in (actor_optimizer, q_optimizer, ent_coef_optimizer):
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step_before / args.total_timesteps)
         for update in range(args.gradient_steps if learning else 0):
-            b_obs, b_next_obs, b_actions, b_rewards = rb.sample(batch_size, rng)
+            b_obs, b_next_obs, b_actions, b_rewards = rb.sample(batch_size, rngs["sample"])
             b_obs, b_next_obs, b_rewards = obs_norm(b_obs), obs_norm(b_next_obs), reward_norm(b_rewards)
             ent_coef = log_ent_coef.detach().exp()
-            b_noise = torch.randn(2, batch_size, ACTION_SIZE, generator=rng, device=device)
+            b_noise = torch.randn(2, batch_size, ACTION_SIZE, generator=rngs["sample"], device=device)
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
                 next_actions, next_log_prob = actor.get_action(b_next_obs, b_noise[0])
                 next_q = torch.min(qf1_target(b_next_obs, next_actions), qf2_target(b_next_obs, next_actions))
@@ -1060,24 +1050,31 @@ def main() -> None:
             with torch.no_grad():
                 for parameter, average in zip(averaged, averages):
                     average.lerp_(parameter, args.tau)
-        seconds["update"] = clock() - t0
+        seconds = {"update": time.perf_counter() - start}
 
-        # ---- Label, the end of it: write the rewards.
+        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Eq. 2), by the threads since the first
+        # states came, now by this one, too. Then the round enters the buffer.
+        all_obs, actions, states, seconds["simulate"] = acting.result()
         clip_rewards, goals, label_seconds = labeller.result()
-        rb.label(i, clip_rewards)
+        seconds |= label_seconds
+        all_obs, actions = all_obs.to(device), actions.to(device)
+        rb.add(all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1), clip_rewards)
+        if args.normalize_obs:
+            obs_norm.update(all_obs.flatten(0, 1))
         if args.normalize_reward:
             reward_norm.update(clip_rewards.view(-1, 1))
-        seconds |= label_seconds
+        global_step += args.num_envs * args.episode_length
+
+        # ---- Report.
         clip_rewards, goals = (labels.view(args.episode_length, num_envs) for labels in (clip_rewards, goals))
         sums = torch.stack([clip_rewards.sum(), goals.sum(), success_rate(goals) * num_envs])
         clip_return, ground_truth_return, success = (total(sums) / args.num_envs).tolist()
-        if clip_return > best_return:  # of the policy that played this round, before it learned
+        if clip_return > best_return:
             best_return = clip_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
             if RANK == 0:
-                save(args.run_dir / "best.pt", {"script": SCRIPT, "settings": args.to_save()} | played)
-
-        # ---- Report.
-        elapsed = clock() - start
+                best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
+                save(args.run_dir / "best.pt", best | dict(zip(("actor", "obs_norm"), (part.state_dict() for part in played))))
+        elapsed = time.perf_counter() - start
         training_seconds += elapsed
         progress.update(min(global_step, args.total_timesteps) - progress.n)
         if RANK == 0:
@@ -1093,7 +1090,7 @@ def main() -> None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, global_step)
             if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
-                strip = picture(rb.states[i[::num_envs], None], clip_rewards[:, :1], args)  # the first environment's
+                strip = picture(states[:, :1].to(device), clip_rewards[:, :1], args)  # the first environment's
                 writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
                 strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
         if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:

@@ -3,7 +3,8 @@
     python sac_clip_mountaincar.py --prompt "a car at the peak of the mountain, next to the yellow flag"
 
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
-top to bottom: settings, environment and drawing, replay buffer, networks, evaluation, and the loop: act, label, learn, report.
+top to bottom: settings, environment and drawing, replay buffer, networks, labelling, evaluation, and the loop: act, label, learn,
+report.
 
 A reward for pictures of the goal says little in the valley, where the start is, and a car that rolls there with SAC's own noise,
 new at every step, never leaves it. So the exploration is part of the method: the noise is correlated in time (an
@@ -19,7 +20,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -37,9 +39,10 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from clip_reward import CLIPReward, RewardModelError
+from clip_reward import CLIPReward, RewardModelError, native_precision
 
 SCRIPT = Path(__file__).stem
+THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
 
 
 @dataclass
@@ -59,6 +62,8 @@ class Args:
     (default: the paper's ViT-bigG-14/laion2b_s39b_b160k on CUDA, the bundled tiny on a CPU)"""
     clip_batch_size: int = 128
     """frames drawn and scored at once"""
+    precision: Literal["fp32", "bf16"] | None = None
+    """what the CLIP model computes in (default: bf16 where the processor or GPU has instructions for it, else fp32)"""
     reward: Literal["clip", "ground-truth"] = "clip"
     """what the agent learns from; ground-truth (1 per step at the goal) is for reference curves"""
 
@@ -315,7 +320,7 @@ def draw(states: torch.Tensor, height: int, width: int, textures: str) -> torch.
 
 
 class ReplayBuffer:
-    """A ring of transitions in preallocated tensors on the device. They enter unlabelled, and only labelled ones are sampled.
+    """A ring of labelled transitions in preallocated tensors on the device.
 
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.) And the
@@ -324,43 +329,35 @@ class ReplayBuffer:
     and since R is as a rule positive, driving on for ever would be worth more.
     """
 
+    FIELDS = ("obs", "next_obs", "actions", "rewards")
+
     def __init__(self, capacity: int, device: torch.device):
         self.capacity, self.device = capacity, device
         self.obs = torch.zeros(capacity, 2, device=device)
         self.next_obs = torch.zeros(capacity, 2, device=device)
         self.actions = torch.zeros(capacity, 1, device=device)
-        self.rewards = torch.full((capacity,), math.nan, device=device)  # a reward that was never written spoils the loss
-        self.pos = self.size = self.num_unlabelled = 0  # next place to write; transitions held; how many of them unlabelled
+        self.rewards = torch.zeros(capacity, device=device)
+        self.pos = self.size = 0  # next place to write; transitions held
 
-    def add(self, obs: torch.Tensor, next_obs: torch.Tensor, actions: torch.Tensor) -> None:
-        """Append one transition of each environment, without rewards."""
-        n = len(actions)
+    def add(self, *transitions: torch.Tensor) -> None:
+        """Append N transitions: obs (N, 2), next_obs (N, 2), actions (N, 1), rewards (N,)."""
+        n = len(transitions[0])
         i = (self.pos + torch.arange(n, device=self.device)) % self.capacity
-        self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i] = obs, next_obs, actions, math.nan
-        self.pos = (self.pos + n) % self.capacity
-        self.size = min(self.size + n, self.capacity)
-        self.num_unlabelled = min(self.num_unlabelled + n, self.capacity)
-
-    def unlabelled(self, batch_size: int) -> Iterator[torch.Tensor]:
-        """Indices of the unlabelled transitions, oldest first, in batches; a batch counts as labelled when the next is asked for."""
-        i = (self.pos - self.num_unlabelled + torch.arange(self.num_unlabelled, device=self.device)) % self.capacity
-        for batch in i.split(batch_size):
-            yield batch
-            self.num_unlabelled -= len(batch)
+        for name, values in zip(self.FIELDS, transitions):
+            getattr(self, name)[i] = values
+        self.pos, self.size = (self.pos + n) % self.capacity, min(self.size + n, self.capacity)
 
     def sample(self, batch_size: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Labelled transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
-        i = torch.randint(self.size - self.num_unlabelled, (batch_size,), generator=rng, device=self.device)
-        i = (self.pos - self.size + i) % self.capacity  # counted from the oldest
+        """Transitions, uniformly with replacement -> obs, next_obs, actions, rewards."""
+        i = torch.randint(self.size, (batch_size,), generator=rng, device=self.device)
         return self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i]
 
     def state_dict(self) -> dict:
-        tensors = {name: getattr(self, name)[: self.size].clone() for name in ("obs", "next_obs", "actions", "rewards")}
-        return tensors | {"pos": self.pos, "size": self.size, "num_unlabelled": self.num_unlabelled}
+        return {name: getattr(self, name)[: self.size].clone() for name in self.FIELDS} | {"pos": self.pos, "size": self.size}
 
     def load_state_dict(self, state: dict) -> None:
-        self.pos, self.size, self.num_unlabelled = state["pos"], state["size"], state["num_unlabelled"]
-        for name in ("obs", "next_obs", "actions", "rewards"):
+        self.pos, self.size = state["pos"], state["size"]
+        for name in self.FIELDS:
             getattr(self, name)[: self.size] = state[name]
 
 
@@ -403,22 +400,60 @@ class Actor(nn.Module):
         return raw.tanh(), log_prob.squeeze(1)
 
 
+# ---- Labelling
+
+
+class Labeller:
+    """States -> CLIP rewards, batch by batch, by the threads of `pool` and, while it waits for them, the one that asks for the result.
+
+    On a CPU one thread a core, and none inside PyTorch's operations, most of which are small here, does more than PyTorch's own
+    threads do. The batches, and so the rewards, are the same whoever labels them.
+    """
+
+    def __init__(self, reward_model: CLIPReward, args: Args, pool: ThreadPoolExecutor):
+        self.reward_model, self.textures, self.batch_size, self.pool = reward_model, args.textures, args.clip_batch_size, pool
+        self.batches, self.rest = [], torch.empty(0, 2, device=reward_model.device)
+
+    def submit(self, states: torch.Tensor) -> None:
+        """Take in states (N, 2); a batch is begun when it is full."""
+        *full, self.rest = torch.cat([self.rest, states]).split(self.batch_size)
+        self.batches += [(self.pool.submit(self.label, batch), batch) for batch in full]
+
+    @torch.no_grad()
+    def label(self, states: torch.Tensor) -> tuple[torch.Tensor, float, float]:
+        """States (N, 2) -> rewards (N,), seconds spent drawing, and scoring."""
+        start = time.perf_counter()
+        frames = draw(states, *self.reward_model.size, self.textures)  # (N, 3, height, width) uint8, never stored
+        drawn = time.perf_counter()
+        rewards = self.reward_model(frames)
+        return rewards, drawn - start, time.perf_counter() - drawn
+
+    def result(self, show: str | None = None) -> tuple[torch.Tensor, dict[str, float]]:
+        """-> rewards of all states since the last result, in their order; seconds spent on them, the sum of all threads'."""
+        self.batches.append((self.pool.submit(self.label, self.rest), self.rest))
+        batches = tqdm(self.batches, desc=show, leave=False, disable=not show)
+        own = [self.label(states) if task.cancel() else None for task, states in batches]  # what no thread has begun yet
+        labels = [mine or task.result() for mine, (task, _) in zip(own, self.batches)]
+        self.batches, self.rest = [], self.rest[:0]
+        rewards, draw_seconds, clip_seconds = zip(*labels)
+        return torch.cat(rewards), {"draw": sum(draw_seconds), "clip": sum(clip_seconds)}
+
+
 # ---- Evaluation, pictures, files
 
 
 @torch.no_grad()
-def evaluate(actor: Actor, reward_model: CLIPReward, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
+def evaluate(actor: Actor, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 2), their CLIP rewards."""
-    envs = MountainCar(args.episodes, args.episode_length, reward_model.device)
-    obs, _ = envs.reset(seed=args.seed + 1_000_000)  # start states that training has not seen
+    envs = MountainCar(args.episodes, args.episode_length, labeller.reward_model.device)
+    obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that no training sees, and no other seed
     states = []
     for _ in range(args.episode_length):
         obs, _, _, _, infos = envs.step(actor(obs)[0].tanh())
         states.append(obs)
     states = torch.stack(states)
-    chunks = tqdm(states.flatten(0, 1).split(args.clip_batch_size), desc=f"score {args.episodes} episodes", leave=False)
-    rewards = [reward_model(draw(chunk, *reward_model.size, args.textures)) for chunk in chunks]
-    rewards = torch.cat(rewards).view(states.shape[:2])
+    labeller.submit(states.flatten(0, 1))
+    rewards = labeller.result(f"score {args.episodes} episodes")[0].view(states.shape[:2])
     metrics = {
         "success_rate": infos["success"].float().mean().item(),
         "clip_return": rewards.sum(0).mean().item(),
@@ -533,6 +568,7 @@ def read_settings() -> tuple[Args, dict | None]:
     except (RuntimeError, AssertionError) as error:  # no driver, no such GPU, a CPU-only build of PyTorch
         hint = "a run goes on only on its own kind of device" if args.resume else "try --device cpu"
         fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
+    args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
     args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
     if not checkpoint and os.path.exists(args.run_dir):
@@ -550,19 +586,53 @@ def read_settings() -> tuple[Args, dict | None]:
 # ---- The loop
 
 
+@torch.no_grad()
+def act(
+    actor: Actor, envs: MountainCar, labeller: Labeller, rng: torch.Generator, step: int, args: Args
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """One episode in all environments at once; the labeller gets the states as they come.
+
+    -> obs (episode_length + 1, num_envs, 2), actions (episode_length, num_envs, 1), success (num_envs,), seconds.
+    """
+    start = time.perf_counter()
+    obs, _ = envs.reset()
+    all_obs, all_actions = [obs], []
+    noise = torch.randn(args.num_envs, 1, generator=rng, device=obs.device)
+    for _ in range(args.episode_length):
+        fresh = torch.randn(args.num_envs, 1, generator=rng, device=obs.device)
+        # Correlated with the step before, and yet standard normal at each step.
+        noise = args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
+        if step < args.learning_starts:
+            actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
+        else:
+            actions, _ = actor.get_action(obs, noise)
+        obs, _, _, _, infos = envs.step(actions)
+        labeller.submit(obs)
+        all_obs.append(obs)
+        all_actions.append(actions)
+        step += args.num_envs
+    return torch.stack(all_obs), torch.stack(all_actions), infos["success"], time.perf_counter() - start
+
+
 def main() -> None:
     args, checkpoint = read_settings()
     device = torch.device(args.device)
     try:
         reward_model = CLIPReward(
-            args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size
+            *(args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha),
+            *(device, args.clip_batch_size, args.precision),
         )
     except RewardModelError as error:
         fail(str(error))
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
-    print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} on {args.device}")
+    print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
     if not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
+
+    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
+    # One core is left to the learning, here; on a GPU one thread acts and one labels.
+    pool = ThreadPoolExecutor(max(THREADS - 1, 1) if device.type == "cpu" else 2)
+    labeller = Labeller(reward_model, args, pool)
 
     torch.manual_seed(args.seed)
     actor, qf1, qf2, qf1_target, qf2_target = (net().to(device) for net in (Actor, *[SoftQNetwork] * 4))
@@ -571,7 +641,7 @@ def main() -> None:
     if args.evaluate:
         actor.load_state_dict(checkpoint["actor"])
         path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
-        report_evaluation(path, args, *evaluate(actor, reward_model, args))
+        report_evaluation(path, args, *evaluate(actor, labeller, args))
         return
     actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.learning_rate, fused=True)
     q_parameters = [*qf1.parameters(), *qf2.parameters()]
@@ -580,7 +650,8 @@ def main() -> None:
     rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = MountainCar(args.num_envs, args.episode_length, device)
     envs.reset(seed=args.seed)
-    rng = torch.Generator(device).manual_seed(args.seed)  # exploration and sampling
+    rngs = {name: torch.Generator(device).manual_seed(args.seed + 1_000 * k) for k, name in enumerate(("act", "sample"), 1)}
+    rngs["envs"] = envs.rng
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
     parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
     parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "rb": rb}
@@ -589,7 +660,7 @@ def main() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
         counters = {"global_step": global_step, "best_return": best_return}
         content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
-        content |= {"rng": rng.get_state(), "envs_rng": envs.rng.get_state()}
+        content |= {"rngs": {name: rng.get_state() for name, rng in rngs.items()}}
         save(args.run_dir / "checkpoint.pt", content | {name: part.state_dict() for name, part in parts.items()})
 
     if args.track:
@@ -602,8 +673,8 @@ def main() -> None:
         training_seconds = checkpoint["training_seconds"]
         if global_step >= args.total_timesteps:
             print("this run is already trained: only its evaluation is made again")
-        rng.set_state(checkpoint["rng"])
-        envs.rng.set_state(checkpoint["envs_rng"])
+        for name, rng in rngs.items():
+            rng.set_state(checkpoint["rngs"][name])
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
     else:
@@ -625,64 +696,21 @@ def main() -> None:
         stop.append(signum)
         os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", desc="train", smoothing=0.05)
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     while global_step < args.total_timesteps and not stop:
-        seconds = dict.fromkeys(("simulate", "draw", "clip", "update"), 0.0)
-        start, step_before = clock(), global_step
+        start, step_before = time.perf_counter(), global_step
+        learning = step_before >= max(args.learning_starts, 1)
 
-        # ---- Act: one episode in all environments at once. The transitions enter the buffer without rewards.
-        obs, _ = envs.reset()
-        noise = torch.randn(args.num_envs, 1, generator=rng, device=device)
-        for _ in range(args.episode_length):
-            fresh = torch.randn(args.num_envs, 1, generator=rng, device=device)
-            # Correlated with the step before, and yet standard normal at each step.
-            noise = args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
-            if global_step < args.learning_starts:
-                actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
-            else:
-                with torch.no_grad():
-                    actions, _ = actor.get_action(obs, noise)
-            next_obs, _, _, _, infos = envs.step(actions)
-            rb.add(obs, next_obs, actions)
-            obs = next_obs
-            global_step += args.num_envs
-        success_rate = infos["success"].float().mean().item()
-        seconds["simulate"] = clock() - start
+        # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
+        played = deepcopy(actor)
+        acting = pool.submit(act, played, envs, labeller, rngs["act"], step_before, args)
 
-        # ---- Label: draw the state after each step, score the frames with CLIP, write the rewards (Algorithm 1; Definition 1).
-        states, clip_rewards = [], []
-        for i in rb.unlabelled(args.clip_batch_size):
-            t0 = clock()
-            frames = draw(rb.next_obs[i], *reward_model.size, args.textures)  # (batch, 3, height, width) uint8, never stored
-            t1 = clock()
-            clip_reward = reward_model(frames)  # (batch,)
-            rb.rewards[i] = clip_reward if args.reward == "clip" else ground_truth_reward(rb.next_obs[i])
-            states.append(rb.next_obs[i])
-            clip_rewards.append(clip_reward)
-            seconds["draw"] += t1 - t0
-            seconds["clip"] += clock() - t1
-        states, clip_rewards = torch.cat(states), torch.cat(clip_rewards)  # (episode_length * num_envs, 2 and ())
-        clip_return = clip_rewards.mean().item() * args.episode_length
-        ground_truth_return = ground_truth_reward(states).mean().item() * args.episode_length
-        training_return = clip_return if args.reward == "clip" else ground_truth_return
-        if training_return > best_return:  # of the policy that played this round; it has not been updated yet
-            best_return = training_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
-            best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
-            best["actor"] = actor.state_dict()
-            save(args.run_dir / "best.pt", best)
-
-        # ---- Learn: ordinary SAC on labelled transitions.
-        t0 = clock()
-        for _ in range(args.gradient_steps if global_step >= args.learning_starts else 0):
-            b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rng)
-            b_noise = torch.randn(2, args.batch_size, 1, generator=rng, device=device)
+        # ---- Learn: ordinary SAC, on the transitions of the rounds before.
+        for _ in range(args.gradient_steps if learning else 0):
+            b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rngs["sample"])
+            b_noise = torch.randn(2, args.batch_size, 1, generator=rngs["sample"], device=device)
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
                 next_actions, next_log_prob = actor.get_action(b_next_obs, b_noise[0])
                 next_q = torch.min(qf1_target(b_next_obs, next_actions), qf2_target(b_next_obs, next_actions))
@@ -701,10 +729,27 @@ def main() -> None:
             with torch.no_grad():
                 for parameter, target in zip(q_parameters, q_target_parameters):
                     target.lerp_(parameter, args.tau)
-        seconds["update"] = clock() - t0
+        seconds = {"update": time.perf_counter() - start}
+
+        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Definition 1), by the threads since the
+        # first states came, now by this one, too. Then the round enters the buffer.
+        all_obs, actions, success, seconds["simulate"] = acting.result()
+        clip_rewards, label_seconds = labeller.result()
+        seconds |= label_seconds
+        obs, states, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1)
+        true_rewards = ground_truth_reward(states)
+        rb.add(obs, states, actions, clip_rewards if args.reward == "clip" else true_rewards)
+        global_step += len(actions)
 
         # ---- Report.
-        elapsed = clock() - start
+        sums = torch.stack([clip_rewards.sum(), true_rewards.sum(), success.sum()]) / args.num_envs
+        clip_return, ground_truth_return, success_rate = sums.tolist()
+        training_return = clip_return if args.reward == "clip" else ground_truth_return
+        if training_return > best_return:
+            best_return = training_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
+            best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
+            save(args.run_dir / "best.pt", best | {"actor": played.state_dict()})
+        elapsed = time.perf_counter() - start
         training_seconds += elapsed
         progress.update(min(global_step, args.total_timesteps) - progress.n)
         progress.set_postfix(clip_return=f"{clip_return:.1f}", success=f"{success_rate:.2f}")
@@ -712,7 +757,7 @@ def main() -> None:
         scalars |= {"charts/success_rate": success_rate}
         scalars |= {"charts/SPS": (global_step - step_before) / elapsed}
         scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
-        if global_step >= args.learning_starts:
+        if learning:
             scalars |= {"losses/qf_loss": qf_loss.item(), "losses/actor_loss": actor_loss.item()}
             scalars |= {"losses/q_values": q_values.mean().item(), "losses/entropy": -log_prob.mean().item()}
         for name, value in scalars.items():
@@ -733,8 +778,17 @@ def main() -> None:
         sys.exit(128 + stop[0])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    actor.load_state_dict(torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)["actor"])
-    metrics, states, rewards = evaluate(actor, reward_model, args)
+    # No round has played the last policy: it takes the place of the best one if it earns more.
+    best = torch.load(args.run_dir / "best.pt", map_location=device, weights_only=True)
+    last = deepcopy(best | {"actor": actor.state_dict(), "global_step": global_step})
+    evaluations = []
+    for policy in (best, last):
+        actor.load_state_dict(policy["actor"])
+        evaluations.append(evaluate(actor, labeller, args))
+    goal = "clip_return" if args.reward == "clip" else "ground_truth_return"
+    metrics, states, rewards = max(evaluations, key=lambda evaluation: evaluation[0][goal])
+    if metrics is evaluations[1][0]:
+        save(args.run_dir / "best.pt", last)
     metrics["steps_per_second"] = global_step / training_seconds
     strip = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
     writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
@@ -746,4 +800,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
-        sys.exit(130)
+        sys.stdout.flush()
+        os._exit(130)  # sys.exit would wait until the threads have labelled the whole round
