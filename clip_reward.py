@@ -51,7 +51,7 @@ class CLIPReward(torch.nn.Module):
             paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
         batch_size: frames encoded at once.
-        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …), by default `native_precision(device)`;
+        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …; the scripts take `native_precision`);
             rewards are float32 all the same.
 
     Raises:
@@ -66,7 +66,7 @@ class CLIPReward(torch.nn.Module):
         alpha: float = 0.0,
         device: str | torch.device = "cpu",
         batch_size: int = 256,
-        precision: str | None = None,
+        precision: str = "fp32",
     ):
         super().__init__()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -81,7 +81,6 @@ class CLIPReward(torch.nn.Module):
             raise RewardModelError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
 
         name, pretrained, quick_gelu = find_clip_model(clip_model)
-        precision = precision or native_precision(device)
         logging.disable(logging.ERROR)  # open_clip and the hub log each failure several times: it becomes one line below
         try:
             tokenizer = open_clip.get_tokenizer(name)
