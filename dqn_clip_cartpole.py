@@ -265,7 +265,7 @@ class Labeller:
         self.batches, self.rest = [], torch.empty(0, 4, device=reward_model.device)
 
     def submit(self, states: torch.Tensor) -> None:
-        """Take in states (N, 4); a batch is begun when it is full."""
+        """Take in states (N, 4); a batch begins when it is full and more come."""
         *full, self.rest = torch.cat([self.rest, states]).split(self.batch_size)
         self.batches += [(self.pool.submit(self.label, batch), batch) for batch in full]
 

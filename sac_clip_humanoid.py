@@ -499,13 +499,13 @@ TASKS = {  # goal prompt (paper, Table 3) and success condition of each
 
 
 class ReplayBuffer:
-    """A ring of labelled transitions in preallocated tensors on the device.
+    """A ring of labelled transitions in preallocated tensors on the device, beside each the state after it, for whoever wants a frame.
 
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
     """
 
-    FIELDS = ("obs", "next_obs", "actions", "rewards")
+    FIELDS = ("obs", "next_obs", "actions", "rewards", "states")
 
     def __init__(self, capacity: int, device: torch.device):
         self.capacity, self.device = capacity, device
@@ -514,10 +514,11 @@ class ReplayBuffer:
         self.next_obs = torch.empty(capacity, OBS_SIZE, device=device)
         self.actions = torch.empty(capacity, ACTION_SIZE, device=device)
         self.rewards = torch.empty(capacity, device=device)
+        self.states = torch.empty(capacity, STATE_SIZE, device=device)
         self.pos = self.size = 0  # next place to write; transitions held
 
     def add(self, *transitions: torch.Tensor) -> None:
-        """Append N transitions: obs (N, 348), next_obs (N, 348), actions (N, 17), rewards (N,)."""
+        """Append N transitions: obs (N, 348), next_obs (N, 348), actions (N, 17), rewards (N,), states (N, 24)."""
         n = len(transitions[0])
         i = (self.pos + torch.arange(n, device=self.device)) % self.capacity
         for name, values in zip(self.FIELDS, transitions):
@@ -642,7 +643,7 @@ class Labeller:
             self.scenes.put(Scene(*reward_model.size, *look))
 
     def submit(self, states: torch.Tensor) -> None:
-        """Take in states (N, 24); a batch is begun when it is full."""
+        """Take in states (N, 24); a batch begins when it is full and more come."""
         *full, self.rest = torch.cat([self.rest, states]).split(self.batch_size)
         self.batches += [(self.pool.submit(self.label, batch), batch) for batch in full]
 
@@ -1057,13 +1058,14 @@ def main() -> None:
         all_obs, actions, states, seconds["simulate"] = acting.result()
         clip_rewards, goals, label_seconds = labeller.result()
         seconds |= label_seconds
-        all_obs, actions = all_obs.to(device), actions.to(device)
-        rb.add(all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1), clip_rewards)
+        all_obs, actions, states = all_obs.to(device), actions.to(device), states.to(device)
+        obs, next_obs, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1)
+        rb.add(obs, next_obs, actions, clip_rewards, states.flatten(0, 1))
+        global_step += args.num_envs * args.episode_length
         if args.normalize_obs:
             obs_norm.update(all_obs.flatten(0, 1))
         if args.normalize_reward:
             reward_norm.update(clip_rewards.view(-1, 1))
-        global_step += args.num_envs * args.episode_length
 
         # ---- Report.
         clip_rewards, goals = (labels.view(args.episode_length, num_envs) for labels in (clip_rewards, goals))
@@ -1090,7 +1092,7 @@ def main() -> None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, global_step)
             if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
-                strip = picture(states[:, :1].to(device), clip_rewards[:, :1], args)  # the first environment's
+                strip = picture(states[:, :1], clip_rewards[:, :1], args)  # the first environment's
                 writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
                 strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
         if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:

@@ -46,7 +46,8 @@ def main() -> None:
         settings, own = checkpoint["settings"], [checkpoint, *checkpoint["others"]]
         states = torch.cat([process["rb"]["states"] for process in own])
         model, prompt, baseline = settings["clip_model"], settings["prompt"], settings["baseline_prompt"]
-        reward_models = [CLIPReward(model, prompt, baseline, alpha, device) for alpha in args.alphas]
+        precision = settings["precision"]
+        reward_models = [CLIPReward(model, prompt, baseline, alpha, device, precision=precision) for alpha in args.alphas]
         size, look = reward_models[0].size, (settings["textures"], settings["camera"], settings["supersample"])
         holds = sac_clip_humanoid.TASKS[settings["task"]][1]
 

@@ -262,3 +262,21 @@ def test_hub_out_of_reach_is_one_line_soon(tmp_path, name):
     assert f"cannot fetch {name}" in line and "--clip-model" in line and "tiny" in line
     assert done.stderr == "" and float(seconds) < 15
     assert not list(tmp_path.rglob("*.incomplete")) and not list(tmp_path.rglob("open_clip*"))
+
+
+@pytest.mark.parametrize("capabilities, expected", [
+    ({}, "fp32"),
+    ({"avx512_bf16": False, "amx_bf16": False, "avx512_f": True}, "fp32"),
+    ({"avx512_bf16": True, "amx_bf16": False}, "bf16"),
+    ({"avx512_bf16": False, "amx_bf16": True}, "bf16"),
+])  # fmt: skip
+def test_native_precision_is_what_the_processor_has_instructions_for(capabilities, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert clip_reward.native_precision("cpu") == clip_reward.native_precision(torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize("capability, expected", [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
+def test_native_precision_is_what_the_gpu_has_instructions_for(capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": expected == "fp32"})  # which does not matter
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert clip_reward.native_precision("cuda") == clip_reward.native_precision("cuda:1") == expected

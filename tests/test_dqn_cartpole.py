@@ -1,4 +1,4 @@
-"""The environment and the drawing against Gymnasium's, and the replay buffer."""
+"""The environment and the drawing against Gymnasium's."""
 
 import math
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.functional import resize
 
-from dqn_clip_cartpole import CartPole, ReplayBuffer, draw, ground_truth_reward
+from dqn_clip_cartpole import CartPole, draw, ground_truth_reward
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.*already returned terminated.*")  # Gymnasium's, which plays on here
@@ -107,74 +107,3 @@ def test_every_frame_is_drawn_from_its_own_state():
     for i in range(5):
         assert torch.equal(together[i : i + 1], draw(states[i : i + 1], 64, 64))
     assert draw(states[:0], 64, 64).shape == (0, 3, 64, 64)
-
-
-def test_replay_buffer_wraps_around_and_keeps_the_newest():
-    rb, rng = ReplayBuffer(10, CPU), torch.Generator().manual_seed(0)
-    for start in range(0, 27, 3):  # transitions 0 … 26, three at a time, labelled every second time
-        numbers = torch.arange(start, start + 3)
-        rb.add(numbers[:, None].expand(3, 4).float(), numbers[:, None].expand(3, 4) + 0.5, numbers % 2)
-        if start % 2 == 0:
-            label(rb, batch_size=2)
-    assert rb.size == 10 and rb.num_unlabelled == 0
-    obs, next_obs, actions, rewards = rb.sample(2000, rng)
-    assert sorted(set(obs[:, 0].tolist())) == list(range(17, 27))
-    assert torch.equal(next_obs, obs + 0.5) and torch.equal(actions, obs[:, 0].long() % 2)
-    assert torch.equal(rewards, 10 * next_obs[:, 0])
-    counts = torch.bincount(obs[:, 0].long())[17:]
-    assert counts.min() > 140  # uniform: 200 each
-
-
-def label(rb: ReplayBuffer, batch_size: int) -> list[float]:
-    order = []
-    for i in rb.unlabelled(batch_size):
-        assert len(i) <= batch_size
-        rb.rewards[i] = 10 * rb.next_obs[i, 0]
-        order += rb.next_obs[i, 0].tolist()
-    return order
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
-def test_transitions_are_labelled_once_in_order_and_sampled_only_then(batch_size):
-    rb, rng = ReplayBuffer(8, CPU), torch.Generator().manual_seed(0)
-
-    def add(*numbers):
-        column = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(len(numbers), 4)
-        rb.add(column, column, torch.zeros(len(numbers), dtype=torch.int64))
-
-    add(1, 2, 3)
-    assert label(rb, batch_size) == [1, 2, 3]
-    add(4, 5)
-    add(6, 7)
-    assert rb.rewards[3:7].isnan().all()
-    obs, _, _, rewards = rb.sample(500, rng)
-    assert set(obs[:, 0].tolist()) == {1, 2, 3} and rewards.isfinite().all()
-    add(8, 9, 10)  # wraps: 1 and 2 are gone, 3 is the one labelled transition left
-    obs, _, _, rewards = rb.sample(500, rng)
-    assert set(obs[:, 0].tolist()) == {3} and rewards.isfinite().all()
-    assert label(rb, batch_size) == [4, 5, 6, 7, 8, 9, 10]
-    assert label(rb, batch_size) == []
-    obs, _, _, rewards = rb.sample(500, rng)
-    assert set(obs[:, 0].tolist()) == set(range(3, 11)) and torch.equal(rewards, 10 * obs[:, 0])
-
-
-def test_labelling_that_is_broken_off_goes_on_where_it_was():
-    rb = ReplayBuffer(8, CPU)
-    column = torch.arange(6.0)[:, None].expand(6, 4)
-    rb.add(column, column, torch.zeros(6, dtype=torch.int64))
-    batches = rb.unlabelled(2)
-    next(batches), next(batches), batches.close()  # the second batch was handed out but never came back
-    assert label(rb, 2) == [2, 3, 4, 5]
-
-
-def test_replay_buffer_state_goes_round():
-    rb, other, rng = ReplayBuffer(10, CPU), ReplayBuffer(10, CPU), torch.Generator()
-    for start in (0, 4, 8):
-        column = torch.arange(start, start + 4.0)[:, None].expand(4, 4)
-        rb.add(column, column + 1, torch.ones(4, dtype=torch.int64))
-        if start < 8:
-            label(rb, 3)
-    other.load_state_dict(rb.state_dict())
-    for a, b in zip(rb.sample(50, rng.manual_seed(0)), other.sample(50, rng.manual_seed(0))):
-        assert torch.equal(a, b)
-    assert label(rb, 3) == label(other, 3) == [9, 10, 11, 12]

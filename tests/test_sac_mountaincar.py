@@ -1,4 +1,4 @@
-"""The environment and both looks of the drawing, the replay buffer, and the actor's distribution."""
+"""The environment and both looks of the drawing, and the actor's distribution."""
 
 import gymnasium as gym
 import numpy as np
@@ -7,7 +7,7 @@ import torch
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from torchvision.transforms.functional import resize
 
-from sac_clip_mountaincar import Actor, MountainCar, ReplayBuffer, draw, ground_truth_reward
+from sac_clip_mountaincar import Actor, MountainCar, draw, ground_truth_reward
 
 CPU = torch.device("cpu")
 
@@ -142,74 +142,3 @@ def test_actions_have_the_density_that_the_actor_says():
     log_prob.sum().backward()
     _, extreme = actor.get_action(obs, 1000 * noise)
     assert extreme.isfinite().all()
-
-
-def test_replay_buffer_wraps_around_and_keeps_the_newest():
-    rb, rng = ReplayBuffer(10, CPU), torch.Generator().manual_seed(0)
-    for start in range(0, 27, 3):  # transitions 0 … 26, three at a time, labelled every second time
-        numbers = torch.arange(start, start + 3)
-        rb.add(numbers[:, None].expand(3, 2).float(), numbers[:, None].expand(3, 2) + 0.5, numbers[:, None] / 27)
-        if start % 2 == 0:
-            label(rb, batch_size=2)
-    assert rb.size == 10 and rb.num_unlabelled == 0
-    obs, next_obs, actions, rewards = rb.sample(2000, rng)
-    assert sorted(set(obs[:, 0].tolist())) == list(range(17, 27))
-    assert torch.equal(next_obs, obs + 0.5) and torch.equal(actions[:, 0], obs[:, 0] / 27)
-    assert torch.equal(rewards, 10 * next_obs[:, 0])
-    counts = torch.bincount(obs[:, 0].long())[17:]
-    assert counts.min() > 140  # uniform: 200 each
-
-
-def label(rb: ReplayBuffer, batch_size: int) -> list[float]:
-    order = []
-    for i in rb.unlabelled(batch_size):
-        assert len(i) <= batch_size
-        rb.rewards[i] = 10 * rb.next_obs[i, 0]
-        order += rb.next_obs[i, 0].tolist()
-    return order
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
-def test_transitions_are_labelled_once_in_order_and_sampled_only_then(batch_size):
-    rb, rng = ReplayBuffer(8, CPU), torch.Generator().manual_seed(0)
-
-    def add(*numbers):
-        column = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(len(numbers), 2)
-        rb.add(column, column, torch.zeros(len(numbers), 1))
-
-    add(1, 2, 3)
-    assert label(rb, batch_size) == [1, 2, 3]
-    add(4, 5)
-    add(6, 7)
-    assert rb.rewards[3:7].isnan().all()
-    obs, _, _, rewards = rb.sample(500, rng)
-    assert set(obs[:, 0].tolist()) == {1, 2, 3} and rewards.isfinite().all()
-    add(8, 9, 10)  # wraps: 1 and 2 are gone, 3 is the one labelled transition left
-    obs, _, _, rewards = rb.sample(500, rng)
-    assert set(obs[:, 0].tolist()) == {3} and rewards.isfinite().all()
-    assert label(rb, batch_size) == [4, 5, 6, 7, 8, 9, 10]
-    assert label(rb, batch_size) == []
-    obs, _, _, rewards = rb.sample(500, rng)
-    assert set(obs[:, 0].tolist()) == set(range(3, 11)) and torch.equal(rewards, 10 * obs[:, 0])
-
-
-def test_labelling_that_is_broken_off_goes_on_where_it_was():
-    rb = ReplayBuffer(8, CPU)
-    column = torch.arange(6.0)[:, None].expand(6, 2)
-    rb.add(column, column, torch.zeros(6, 1))
-    batches = rb.unlabelled(2)
-    next(batches), next(batches), batches.close()  # the second batch was handed out but never came back
-    assert label(rb, 2) == [2, 3, 4, 5]
-
-
-def test_replay_buffer_state_goes_round():
-    rb, other, rng = ReplayBuffer(10, CPU), ReplayBuffer(10, CPU), torch.Generator()
-    for start in (0, 4, 8):
-        column = torch.arange(start, start + 4.0)[:, None].expand(4, 2)
-        rb.add(column, column + 1, torch.ones(4, 1))
-        if start < 8:
-            label(rb, 3)
-    other.load_state_dict(rb.state_dict())
-    for a, b in zip(rb.sample(50, rng.manual_seed(0)), other.sample(50, rng.manual_seed(0))):
-        assert torch.equal(a, b)
-    assert label(rb, 3) == label(other, 3) == [9, 10, 11, 12]

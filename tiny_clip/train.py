@@ -418,7 +418,7 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
     The variations are what a policy finds that is paid for a posture: states around it in all directions.
     """
     num_envs = min(256, n)
-    envs = sac_clip_humanoid.Humanoid(num_envs, 100, torch.device("cpu"))
+    envs = sac_clip_humanoid.Humanoid(num_envs, 100, sac_clip_humanoid.THREADS)
     states, showing = [], None
     with tqdm(total=n, desc="simulate the humanoid", unit="state", leave=False) as progress:
         while len(states) * num_envs < n:

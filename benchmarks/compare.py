@@ -1,0 +1,167 @@
+"""Steps per second of each script beside plain Stable-Baselines3, with the same CLIP model in the same precision.
+
+    pip install stable-baselines3
+    python benchmarks/compare.py
+
+The plain ones are what a first implementation is: one Gymnasium environment, its own frames (the humanoid's 480x480 by EGL), and
+Stable-Baselines3's SAC or DQN as it comes, scored either at every step, by a reward wrapper, or at the end of each episode. In a
+third one, scored at every step, it makes no more updates per step than the script. All run in turns, each alone on the machine, and
+all counts leave out what comes before learning.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("MUJOCO_GL", "egl")
+
+import gymnasium  # noqa: E402
+import numpy as np  # noqa: E402
+import open_clip  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from stable_baselines3 import DQN, SAC  # noqa: E402
+from stable_baselines3.common.callbacks import BaseCallback  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from clip_reward import CLIPReward, native_precision  # noqa: E402
+
+# script: algorithm, Gymnasium's environment and its options, steps of an episode, our updates per step
+SCRIPTS = {
+    "dqn_clip_cartpole": (DQN, "CartPole-v1", {}, 200, 200 / 3200),
+    "sac_clip_mountaincar": (SAC, "MountainCarContinuous-v0", {}, 200, 200 / 3200),
+    "sac_clip_humanoid": (SAC, "Humanoid-v5", {"terminate_when_unhealthy": False}, 100, 300 / 3200),
+}
+PLAIN = ("every step", "end of episode", "every step, our updates")
+
+
+@dataclass
+class Args:
+    """Time the scripts and the plain trainings in turns."""
+
+    scripts: tuple[str, ...] = tuple(SCRIPTS)
+    """which of the scripts"""
+    clip_model: str = "tiny"
+    """of all: tiny, NAME/TAG, or an architecture of open_clip without a tag, which gets random weights"""
+    precision: str | None = None
+    """of all: fp32 or bf16 (default: what the scripts choose on this device)"""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """of all"""
+    repetitions: int = 5
+    """runs of each"""
+    rounds: int = 4
+    """measured learning rounds of 3,200 steps of a run of the script"""
+    plain_episodes: int = 3
+    """measured learning episodes of a run of the plain ones"""
+
+
+class CLIPWrapper(gymnasium.Wrapper):
+    """The reward of a step is CLIP's for the frame after it, at once."""
+
+    def __init__(self, env: gymnasium.Env, reward_model: CLIPReward):
+        super().__init__(env)
+        self.reward_model = reward_model
+
+    def step(self, action):
+        obs, _, _, truncated, info = self.env.step(action)
+        frame = torch.from_numpy(self.env.render().copy()).permute(2, 0, 1)
+        return obs, self.reward_model(frame[None]).item(), False, truncated, info
+
+
+class ScoreEpisodes(BaseCallback):
+    """Keeps the frames of an episode; at its end CLIP scores them and the rewards in the replay buffer are overwritten."""
+
+    def __init__(self, reward_model: CLIPReward, episode: int):
+        super().__init__()
+        self.reward_model, self.episode, self.frames = reward_model, episode, []
+
+    def _on_step(self) -> bool:
+        self.frames.append(self.training_env.render())
+        if len(self.frames) == self.episode + 1:  # this step's transition is not in the buffer yet; the episode before it is
+            self._on_training_end()
+        return True
+
+    def _on_training_end(self) -> None:
+        frames = torch.from_numpy(np.stack(self.frames[: self.episode])).permute(0, 3, 1, 2)
+        last = self.model.replay_buffer.pos
+        rewards = self.reward_model(frames).cpu().numpy()
+        self.model.replay_buffer.rewards[last - self.episode : last, 0] = rewards
+        del self.frames[: self.episode]
+
+
+def plain_run(kind: str, script: str, args: Args, reward_model: CLIPReward) -> float:
+    """Steps/s of a plain training after its first episode, which is random."""
+    algorithm, name, options, episode, updates = SCRIPTS[script]
+    env = gymnasium.make(name, render_mode="rgb_array", max_episode_steps=episode, **options)
+    if name != "Humanoid-v5":
+        env = gymnasium.wrappers.TimeLimit(env.unwrapped, episode)
+    callback = None
+    if kind == "end of episode":
+        env = gymnasium.wrappers.TransformReward(env, lambda _: 0.0)
+        callback = ScoreEpisodes(reward_model, episode)
+    else:
+        env = CLIPWrapper(env, reward_model)
+    own = {"train_freq": (1, "episode"), "gradient_steps": max(round(updates * episode), 1)} if kind == PLAIN[2] else {}
+    model = algorithm("MlpPolicy", env, learning_starts=episode, device=args.device, **own)
+    model.learn(episode, callback=callback)
+    start = time.perf_counter()
+    model.learn(args.plain_episodes * episode, callback=callback, reset_num_timesteps=False)
+    env.close()
+    return args.plain_episodes * episode / (time.perf_counter() - start)
+
+
+def script_run(script: str, clip_model: str, precision: str, args: Args) -> float:
+    """Steps/s over the rounds in which the script learned, but for the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--run-dir {folder}/run --total-timesteps {(args.rounds + 2) * 3200} --learning-starts 3200 --episodes 1"
+        options += f" --device {args.device} --clip-model {clip_model} --precision {precision}"
+        subprocess.run([sys.executable, ROOT / f"{script}.py", *options.split()], check=True, capture_output=True)
+        events = EventAccumulator(f"{folder}/run", {"scalars": 0}).Reload()
+    steps_per_second = [event.value for event in events.Scalars("charts/SPS")][2:]
+    return len(steps_per_second) / sum(1 / value for value in steps_per_second)
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    unknown = set(args.scripts) - set(SCRIPTS)
+    if unknown:
+        sys.exit(f"no script {', '.join(unknown)}: there are {', '.join(SCRIPTS)}")
+    precision = args.precision or native_precision(args.device)
+    with tempfile.TemporaryDirectory() as folder:
+        clip_model, shown = args.clip_model, args.clip_model
+        if clip_model != "tiny" and "/" not in clip_model and ":" not in clip_model:
+            torch.save(open_clip.create_model(clip_model).state_dict(), f"{folder}/random.pt")
+            clip_model, shown = f"{clip_model}/{folder}/random.pt", f"{clip_model} (random weights)"
+        reward_model = CLIPReward(clip_model, "a goal", device=args.device, precision=precision)
+        print(
+            f"{shown} in {precision} on {args.device}, {torch.get_num_threads()} cores: steps/s, and ratios with their ranges"
+        )
+        print("|", " | ".join(("script", "ours", *(f"plain, {kind} | ours ÷ it" for kind in PLAIN))), "|")
+        print("|---" * 8 + "|")
+        progress = tqdm(total=len(args.scripts) * args.repetitions * 4, desc="time all", unit="run")
+        for script in args.scripts:
+            runs = []
+            for _ in range(args.repetitions):
+                runs.append([script_run(script, clip_model, precision, args)])
+                progress.update()
+                for kind in PLAIN:
+                    runs[-1].append(plain_run(kind, script, args, reward_model))
+                    progress.update()
+            columns = [f"{median(run[0] for run in runs):.0f}"]
+            for k in range(1, 4):
+                ratios = sorted(run[0] / run[k] for run in runs)
+                columns += [f"{median(run[k] for run in runs):.1f}"]
+                columns += [f"{median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})"]
+            tqdm.write(f"| {script} | {' | '.join(columns)} |")
+
+
+if __name__ == "__main__":
+    main()
