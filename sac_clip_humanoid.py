@@ -41,6 +41,7 @@ import tyro
 import warp as wp
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm, trange
 
@@ -930,6 +931,7 @@ def main() -> None:
     actor_parameters, q_parameters = list(actor.parameters()), [*qf1.parameters(), *qf2.parameters()]
     averaged = [*q_parameters, *actor_parameters]
     averages = [*qf1_target.parameters(), *qf2_target.parameters(), *mean_actor.parameters()]
+    follow = get_ema_multi_avg_fn(1 - args.tau)  # moves the averages, all in one operation
     actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     ent_coef_optimizer = torch.optim.Adam([log_ent_coef], lr=args.learning_rate, fused=True)
@@ -1048,9 +1050,7 @@ def main() -> None:
                 ent_coef_loss.backward()
                 average_gradients([log_ent_coef])
                 ent_coef_optimizer.step()
-            with torch.no_grad():
-                for parameter, average in zip(averaged, averages):
-                    average.lerp_(parameter, args.tau)
+            follow(averages, averaged, None)
         seconds = {"update": time.perf_counter() - start}
 
         # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Eq. 2), by the threads since the first

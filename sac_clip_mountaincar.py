@@ -36,6 +36,7 @@ import torch.nn.functional as F
 import tyro
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -370,29 +371,29 @@ LOG_STD_MIN, LOG_STD_MAX = -5, 2
 
 
 class SoftQNetwork(nn.Module):
-    """Observations (N, 2) and actions (N, 1) -> action values (N,)."""
+    """Normalized observations (N, 2) and actions (N, 1) -> action values (N,)."""
 
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        return self.net(torch.cat([normalize(obs), actions], dim=1)).squeeze(1)
+        return self.net(torch.cat([obs, actions], dim=1)).squeeze(1)
 
 
 class Actor(nn.Module):
-    """Observations (N, 2) -> mean and log standard deviation (N, 1) of a Gaussian; its sample's tanh is the action."""
+    """Normalized observations (N, 2) -> mean and log standard deviation (N, 1) of a Gaussian; its sample's tanh is the action."""
 
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, log_std = self.net(normalize(obs)).split(1, dim=1)
+        mean, log_std = self.net(obs).split(1, dim=1)
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Observations (N, 2), standard normal noise (N, 1) -> actions (N, 1) in (-1, 1), their log probabilities (N,)."""
+        """Normalized observations (N, 2), standard normal noise (N, 1) -> actions (N, 1) in (-1, 1), their log probabilities (N,)."""
         mean, log_std = self(obs)
         raw = mean + log_std.exp() * noise
         log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -449,7 +450,7 @@ def evaluate(actor: Actor, labeller: Labeller, args: Args) -> tuple[dict, torch.
     obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that no training sees, and no other seed
     states = []
     for _ in range(args.episode_length):
-        obs, _, _, _, infos = envs.step(actor(obs)[0].tanh())
+        obs, _, _, _, infos = envs.step(actor(normalize(obs))[0].tanh())
         states.append(obs)
     states = torch.stack(states)
     labeller.submit(states.flatten(0, 1))
@@ -605,7 +606,7 @@ def act(
         if step < args.learning_starts:
             actions = torch.erf(noise / math.sqrt(2))  # uniform in [-1, 1]
         else:
-            actions, _ = actor.get_action(obs, noise)
+            actions, _ = actor.get_action(normalize(obs), noise)
         obs, _, _, _, infos = envs.step(actions)
         labeller.submit(obs)
         all_obs.append(obs)
@@ -646,6 +647,7 @@ def main() -> None:
     actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.learning_rate, fused=True)
     q_parameters = [*qf1.parameters(), *qf2.parameters()]
     q_target_parameters = [*qf1_target.parameters(), *qf2_target.parameters()]
+    follow = get_ema_multi_avg_fn(1 - args.tau)  # moves the targets, all in one operation
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = MountainCar(args.num_envs, args.episode_length, device)
@@ -710,6 +712,7 @@ def main() -> None:
         # ---- Learn: ordinary SAC, on the transitions of the rounds before.
         for _ in range(args.gradient_steps if learning else 0):
             b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rngs["sample"])
+            b_obs, b_next_obs = normalize(b_obs), normalize(b_next_obs)
             b_noise = torch.randn(2, args.batch_size, 1, generator=rngs["sample"], device=device)
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
                 next_actions, next_log_prob = actor.get_action(b_next_obs, b_noise[0])
@@ -726,9 +729,7 @@ def main() -> None:
             actor_optimizer.zero_grad()
             actor_loss.backward()
             actor_optimizer.step()
-            with torch.no_grad():
-                for parameter, target in zip(q_parameters, q_target_parameters):
-                    target.lerp_(parameter, args.tau)
+            follow(q_target_parameters, q_parameters, None)
         seconds = {"update": time.perf_counter() - start}
 
         # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Definition 1), by the threads since the
