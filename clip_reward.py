@@ -13,16 +13,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import huggingface_hub
-import open_clip
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import RepositoryNotFoundError
-from open_clip.modified_resnet import ModifiedResNet
-from open_clip.pretrained import get_pretrained_cfg
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.functional import resize
+
+# open_clip, torchvision and the hub's client are imported where they are used: they take seconds, and --help needs none of them.
 
 TINY = f"local-dir:{Path(__file__).resolve().parent / 'tiny_clip'}"  # the bundled model, see tiny_clip/README.md
 ELSEWHERE = "choose another --clip-model, a local file (ViT-B-32//path/to/weights.pt), or the bundled one (tiny)"
@@ -68,6 +63,9 @@ class CLIPReward(torch.nn.Module):
         batch_size: int = 256,
         precision: str = "fp32",
     ):
+        import open_clip
+        from open_clip.modified_resnet import ModifiedResNet
+
         super().__init__()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         baseline_prompts = [baseline_prompts] if isinstance(baseline_prompts, str) else list(baseline_prompts)
@@ -110,7 +108,7 @@ class CLIPReward(torch.nn.Module):
 
         cfg = self.model.visual.preprocess_cfg  # the model's own, never constants of ours
         self.size = (cfg["size"],) * 2 if isinstance(cfg["size"], int) else tuple(cfg["size"])  # (height, width)
-        self.interpolation = InterpolationMode("bicubic" if cfg["interpolation"] == "random" else cfg["interpolation"])
+        self.interpolation = "bicubic" if cfg["interpolation"] == "random" else cfg["interpolation"]
         mean, std = (torch.tensor(cfg[key], device=device).view(3, 1, 1) * 255 for key in ("mean", "std"))
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
@@ -135,7 +133,10 @@ class CLIPReward(torch.nn.Module):
         """
         frames = frames.to(self.device)
         if frames.shape[-2:] != self.size:
-            frames = resize(frames, self.size, self.interpolation, antialias=True)
+            from torchvision.transforms import InterpolationMode
+            from torchvision.transforms.functional import resize
+
+            frames = resize(frames, self.size, InterpolationMode(self.interpolation), antialias=True)
         pixels = (frames.float() - self.mean) / self.std
         pixels = pixels.to(self.input_dtype, memory_format=torch.channels_last)
         return F.normalize(self.model.encode_image(pixels).float(), dim=-1)
@@ -154,7 +155,7 @@ class CLIPReward(torch.nn.Module):
 
 
 def native_precision(device: str | torch.device) -> str:
-    """`bf16` where the device has instructions for it, which makes encoders two to three times as fast, else `fp32`."""
+    """`bf16` where a GPU or x86 processor has instructions for it (two to three times as fast where we measured), else `fp32`."""
     if torch.device(device).type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
     capabilities = torch.cpu.get_capabilities()
@@ -180,6 +181,9 @@ def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
     Raises:
         RewardModelError: no such model, tag, file or folder, or a hub that does not answer.
     """
+    import open_clip
+    from open_clip.pretrained import get_pretrained_cfg
+
     if clip_model == "tiny":
         clip_model = TINY
     if clip_model.startswith("local-dir:"):
@@ -216,13 +220,16 @@ def nearest(name: str, known: list[str]) -> str:
 
 def check_hub(clip_model: str, repo: str, file: str) -> None:
     """Find out at once, rather than after open_clip's minute of retries, that weights cannot be had."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
     file = file or "open_clip_pytorch_model.bin"  # open_clip takes this or, where there is one, its .safetensors sibling
     files = (file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
     try:
         if any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
             return
         huggingface_hub.HfApi().model_info(repo, timeout=10)
-    except (RepositoryNotFoundError, huggingface_hub.errors.HFValidationError):
+    except (RepositoryNotFoundError, HFValidationError):
         raise RewardModelError(f"the hub has no model {repo} (or it is private): check {clip_model}") from None
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

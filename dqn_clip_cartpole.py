@@ -3,7 +3,7 @@
     python dqn_clip_cartpole.py --prompt "pole vertically upright on top of the cart"
 
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with DQN (Mnih et al., 2015). Read from top
-to bottom: settings, environment and drawing, replay buffer, network, labelling, evaluation, and the loop: act, label, learn, report.
+to bottom: settings, environment and drawing, replay buffer, network, labelling, evaluation, and the loop: act, learn, label, report.
 """
 
 import json
@@ -256,8 +256,8 @@ class QNetwork(nn.Sequential):
 class Labeller:
     """States -> CLIP rewards, batch by batch, by the threads of `pool` and, while it waits for them, the one that asks for the result.
 
-    On a CPU one thread a core, and none inside PyTorch's operations, most of which are small here, does more than PyTorch's own
-    threads do. The batches, and so the rewards, are the same whoever labels them.
+    On a CPU one thread a core, with PyTorch's operations on one thread each, is faster than PyTorch's own threads: most operations
+    here are small. The batches, and so the rewards, are the same whoever labels them.
     """
 
     def __init__(self, reward_model: CLIPReward, args: Args, pool: ThreadPoolExecutor):
@@ -380,7 +380,7 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
         fail(f"there is no checkpoint {path}{': give the best.pt in it' if os.path.isdir(path) else ''}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT or ("q_network" if args.evaluate else "rb") not in checkpoint:
+        if checkpoint["script"] != SCRIPT or ("q_network" if args.evaluate else "rngs") not in checkpoint:
             raise ValueError
         own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
     except Exception:  # whatever the file holds instead
@@ -454,8 +454,8 @@ def act(
     obs, _ = envs.reset()
     all_obs, all_actions = [obs], []
     for _ in range(args.episode_length):
-        explore = torch.rand(args.num_envs, generator=rng, device=obs.device) < random_share(step, args)
-        random_actions = torch.randint(2, (args.num_envs,), generator=rng, device=obs.device)
+        explore = torch.rand(envs.num_envs, generator=rng, device=obs.device) < random_share(step, args)
+        random_actions = torch.randint(2, (envs.num_envs,), generator=rng, device=obs.device)
         actions = torch.where(explore, random_actions, q_network(obs).argmax(dim=1))
         obs, _, _, _, infos = envs.step(actions)
         labeller.submit(obs)
@@ -467,6 +467,7 @@ def act(
 
 def main() -> None:
     args, checkpoint = read_settings()
+    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
     device = torch.device(args.device)
     try:
         reward_model = CLIPReward(
@@ -480,9 +481,9 @@ def main() -> None:
     if not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
 
-    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
     # One core is left to the learning, here; on a GPU one thread acts and one labels.
-    pool = ThreadPoolExecutor(max(THREADS - 1, 1) if device.type == "cpu" else 2)
+    threads = max(THREADS - 1, 1) if device.type == "cpu" else 2
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     labeller = Labeller(reward_model, args, pool)
 
     torch.manual_seed(args.seed)
@@ -569,8 +570,8 @@ def main() -> None:
                 target_network.load_state_dict(q_network.state_dict())
         seconds = {"update": time.perf_counter() - start}
 
-        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Definition 1), by the threads since the
-        # first states came, now by this one, too. Then the round enters the buffer.
+        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Definition 1), by whatever threads
+        # are free, and now by this one, too. Then the round enters the buffer.
         all_obs, actions, success, seconds["simulate"] = acting.result()
         clip_rewards, label_seconds = labeller.result()
         seconds |= label_seconds
@@ -638,4 +639,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
         sys.stdout.flush()
-        os._exit(130)  # sys.exit would wait until the threads have labelled the whole round
+        os._exit(130)  # sys.exit would wait until the threads have labelled what they were given

@@ -4,11 +4,11 @@
 
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
 top to bottom: settings, environment, drawing, tasks, replay buffer, networks, several processes, labelling, evaluation, and the loop:
-act, label, learn, report.
+act, learn, label, report.
 
 C MuJoCo moves the robots, mujoco_warp draws them, on a CPU or a CUDA GPU, without OpenGL and without a display. Several
-processes share the work, each with environments and (on GPUs) a device of its own; torchrun gives each of them one thread, if
-OMP_NUM_THREADS does not say more:
+processes share the work, each with environments and (on GPUs) a device of its own; torchrun gives each of them one thread
+beside the learning, if OMP_NUM_THREADS does not say more:
 
     torchrun --nproc-per-node=2 sac_clip_humanoid.py --task kneeling
 """
@@ -168,7 +168,7 @@ OBS_SIZE, STATE_SIZE, ACTION_SIZE = 348, 24, 17
 class Humanoid:
     """`num_envs` humanoids with the dynamics, start states and observations of Gymnasium's Humanoid-v5, all at the same step.
 
-    C MuJoCo steps them in float64 on so many threads of the CPU, and gives the same result on any number of them. A state is
+    C MuJoCo steps them in float64 on `threads` threads of the CPU, and gives the same result on any number of them. A state is
     MuJoCo's qpos: position (m) and quaternion of the torso, then 17 joint angles (rad). As in the paper, no episode ends early,
     because that would tell the agent what the task is: each lasts `episode_length` steps of 15 ms. Nothing resets itself: call `reset`.
     """
@@ -500,7 +500,7 @@ TASKS = {  # goal prompt (paper, Table 3) and success condition of each
 
 
 class ReplayBuffer:
-    """A ring of labelled transitions in preallocated tensors on the device, beside each the state after it, for whoever wants a frame.
+    """A ring of labelled transitions in preallocated tensors on the device, beside each the state after it (see figures/).
 
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
@@ -600,7 +600,7 @@ class Actor(nn.Module):
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Observations (N, 348), standard normal noise (N, 17) -> actions (N, 17) in (-1, 1), their log probabilities (N,)."""
+        """Normalized observations (N, 348), standard normal noise (N, 17) -> actions (N, 17) in (-1, 1), their log probabilities (N,)."""
         mean, log_std = self(obs)
         raw = mean + log_std.exp() * noise
         log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -631,8 +631,8 @@ def average_gradients(parameters: list[torch.Tensor]) -> None:
 class Labeller:
     """States -> CLIP rewards, batch by batch, by the threads of `pool` and, while it waits for them, the one that asks for the result.
 
-    On a CPU one thread a core, and none inside PyTorch's operations, most of which are small here, does more than PyTorch's own
-    threads do. The batches, and so the rewards, are the same whoever labels them.
+    On a CPU one thread a core, with PyTorch's operations on one thread each, is faster than PyTorch's own threads: most operations
+    here are small. The batches, and so the rewards, are the same whoever labels them.
     """
 
     def __init__(self, reward_model: CLIPReward, args: Args, pool: ThreadPoolExecutor):
@@ -788,7 +788,7 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
         fail(f"there is no checkpoint {path}{': give the best.pt in it' if os.path.isdir(path) else ''}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rb") not in checkpoint:
+        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rngs") not in checkpoint:
             raise ValueError
         own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
         processes = 1 if args.evaluate else 1 + len(checkpoint["others"])
@@ -889,6 +889,7 @@ def act(
 
 def main() -> None:
     args, checkpoint = read_settings()
+    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", LOCAL_RANK if device.index is None else device.index)
@@ -908,9 +909,9 @@ def main() -> None:
         print(f"prompt {'; '.join(args.prompt)}; {f'success is measured as {args.task}' if args.task else 'no known task'}")
     if RANK == 0 and not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
-    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
-    threads = max(THREADS - 1, 1)  # one core is left to the learning
-    pool = ThreadPoolExecutor(threads if device.type == "cpu" else 2)  # on a GPU one thread acts and one labels
+    # One core is left to the learning, here; on a GPU one thread acts and one labels.
+    threads = max(THREADS - 1, 1) if device.type == "cpu" else 2
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     labeller = Labeller(reward_model, args, pool)
 
     torch.manual_seed(args.seed)
@@ -931,21 +932,21 @@ def main() -> None:
     actor_parameters, q_parameters = list(actor.parameters()), [*qf1.parameters(), *qf2.parameters()]
     averaged = [*q_parameters, *actor_parameters]
     averages = [*qf1_target.parameters(), *qf2_target.parameters(), *mean_actor.parameters()]
-    follow = get_ema_multi_avg_fn(1 - args.tau)  # moves the averages, all in one operation
+    follow = get_ema_multi_avg_fn(1 - args.tau)  # moves the running means, all in one operation
     actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     ent_coef_optimizer = torch.optim.Adam([log_ent_coef], lr=args.learning_rate, fused=True)
     num_envs, batch_size = args.num_envs // WORLD_SIZE, args.batch_size // WORLD_SIZE  # of this process
     rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, num_envs * args.episode_length), device)
-    envs = Humanoid(num_envs, args.episode_length, threads)
+    envs = Humanoid(num_envs, args.episode_length, max(THREADS - 1, 1))
     envs.reset(seed=args.seed + RANK * num_envs)
     rngs = {"act": torch.Generator(), "sample": torch.Generator(device)}
     for k, rng in enumerate(rngs.values(), 1):
         rng.manual_seed(args.seed + RANK + 1_000 * k)
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
-    saved = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
-    saved |= {"mean_actor": mean_actor, "obs_norm": obs_norm, "reward_norm": reward_norm}
-    saved |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
+    parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
+    parts |= {"mean_actor": mean_actor, "obs_norm": obs_norm, "reward_norm": reward_norm}
+    parts |= {"actor_optimizer": actor_optimizer, "q_optimizer": q_optimizer, "ent_coef_optimizer": ent_coef_optimizer}
 
     def save_checkpoint() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
@@ -957,7 +958,7 @@ def main() -> None:
         if RANK == 0:
             counters = {"global_step": global_step, "best_return": best_return, "log_ent_coef": log_ent_coef.detach()}
             content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
-            content |= own | {"others": every[1:]} | {name: part.state_dict() for name, part in saved.items()}
+            content |= own | {"others": every[1:]} | {name: part.state_dict() for name, part in parts.items()}
             save(args.run_dir / "checkpoint.pt", content)
 
     if args.track and RANK == 0:
@@ -977,7 +978,7 @@ def main() -> None:
         for env_rng, state in zip(envs.rngs, own["envs_rngs"]):
             env_rng.bit_generator.state = state
         log_ent_coef.data.copy_(checkpoint["log_ent_coef"])
-        for name, part in saved.items():
+        for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         del checkpoint, own  # the replay buffer is large
     else:
@@ -1053,8 +1054,8 @@ def main() -> None:
             follow(averages, averaged, None)
         seconds = {"update": time.perf_counter() - start}
 
-        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Eq. 2), by the threads since the first
-        # states came, now by this one, too. Then the round enters the buffer.
+        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Eq. 2), by whatever threads are
+        # free, and now by this one, too. Then the round enters the buffer.
         all_obs, actions, states, seconds["simulate"] = acting.result()
         clip_rewards, goals, label_seconds = labeller.result()
         seconds |= label_seconds
@@ -1092,9 +1093,9 @@ def main() -> None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, global_step)
             if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
-                strip = picture(states[:, :1], clip_rewards[:, :1], args)  # the first environment's
-                writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
-                strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
+                sheet = picture(states[:, :1], clip_rewards[:, :1], args)  # the first environment's
+                writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")
+                sheet.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
         if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:
             if RANK == 0:
                 writer.flush()
@@ -1139,4 +1140,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
         sys.stdout.flush()
-        os._exit(130)  # sys.exit would wait until the threads have labelled the whole round
+        os._exit(130)  # sys.exit would wait until the threads have labelled what they were given

@@ -3,7 +3,7 @@
     python sac_clip_mountaincar.py --prompt "a car at the peak of the mountain, next to the yellow flag"
 
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
-top to bottom: settings, environment and drawing, replay buffer, networks, labelling, evaluation, and the loop: act, label, learn,
+top to bottom: settings, environment and drawing, replay buffer, networks, labelling, evaluation, and the loop: act, learn, label,
 report.
 
 A reward for pictures of the goal says little in the valley, where the start is, and a car that rolls there with SAC's own noise,
@@ -407,8 +407,8 @@ class Actor(nn.Module):
 class Labeller:
     """States -> CLIP rewards, batch by batch, by the threads of `pool` and, while it waits for them, the one that asks for the result.
 
-    On a CPU one thread a core, and none inside PyTorch's operations, most of which are small here, does more than PyTorch's own
-    threads do. The batches, and so the rewards, are the same whoever labels them.
+    On a CPU one thread a core, with PyTorch's operations on one thread each, is faster than PyTorch's own threads: most operations
+    here are small. The batches, and so the rewards, are the same whoever labels them.
     """
 
     def __init__(self, reward_model: CLIPReward, args: Args, pool: ThreadPoolExecutor):
@@ -531,7 +531,7 @@ def read_checkpoint(args: Args) -> tuple[Args, dict]:
         fail(f"there is no checkpoint {path}{': give the best.pt in it' if os.path.isdir(path) else ''}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rb") not in checkpoint:
+        if checkpoint["script"] != SCRIPT or ("actor" if args.evaluate else "rngs") not in checkpoint:
             raise ValueError
         own = Args(**checkpoint["settings"] | {"resume": args.resume, "evaluate": args.evaluate})
     except Exception:  # whatever the file holds instead
@@ -598,9 +598,9 @@ def act(
     start = time.perf_counter()
     obs, _ = envs.reset()
     all_obs, all_actions = [obs], []
-    noise = torch.randn(args.num_envs, 1, generator=rng, device=obs.device)
+    noise = torch.randn(envs.num_envs, 1, generator=rng, device=obs.device)
     for _ in range(args.episode_length):
-        fresh = torch.randn(args.num_envs, 1, generator=rng, device=obs.device)
+        fresh = torch.randn(envs.num_envs, 1, generator=rng, device=obs.device)
         # Correlated with the step before, and yet standard normal at each step.
         noise = args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
         if step < args.learning_starts:
@@ -617,6 +617,7 @@ def act(
 
 def main() -> None:
     args, checkpoint = read_settings()
+    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
     device = torch.device(args.device)
     try:
         reward_model = CLIPReward(
@@ -630,9 +631,9 @@ def main() -> None:
     if not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
 
-    torch.set_num_threads(1)  # threads of our own are faster: see Labeller
     # One core is left to the learning, here; on a GPU one thread acts and one labels.
-    pool = ThreadPoolExecutor(max(THREADS - 1, 1) if device.type == "cpu" else 2)
+    threads = max(THREADS - 1, 1) if device.type == "cpu" else 2
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     labeller = Labeller(reward_model, args, pool)
 
     torch.manual_seed(args.seed)
@@ -644,10 +645,10 @@ def main() -> None:
         path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
         report_evaluation(path, args, *evaluate(actor, labeller, args))
         return
-    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.learning_rate, fused=True)
-    q_parameters = [*qf1.parameters(), *qf2.parameters()]
-    q_target_parameters = [*qf1_target.parameters(), *qf2_target.parameters()]
-    follow = get_ema_multi_avg_fn(1 - args.tau)  # moves the targets, all in one operation
+    actor_parameters, q_parameters = list(actor.parameters()), [*qf1.parameters(), *qf2.parameters()]
+    averages = [*qf1_target.parameters(), *qf2_target.parameters()]
+    follow = get_ema_multi_avg_fn(1 - args.tau)  # moves the running means, all in one operation
+    actor_optimizer = torch.optim.Adam(actor_parameters, lr=args.learning_rate, fused=True)
     q_optimizer = torch.optim.Adam(q_parameters, lr=args.learning_rate, fused=True)
     rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = MountainCar(args.num_envs, args.episode_length, device)
@@ -727,13 +728,13 @@ def main() -> None:
             actions, log_prob = actor.get_action(b_obs, b_noise[1])
             actor_loss = (args.ent_coef * log_prob - torch.min(qf1(b_obs, actions), qf2(b_obs, actions))).mean()
             actor_optimizer.zero_grad()
-            actor_loss.backward()
+            actor_loss.backward(inputs=actor_parameters)  # the critics need no gradient of it
             actor_optimizer.step()
-            follow(q_target_parameters, q_parameters, None)
+            follow(averages, q_parameters, None)
         seconds = {"update": time.perf_counter() - start}
 
-        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Definition 1), by the threads since the
-        # first states came, now by this one, too. Then the round enters the buffer.
+        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Definition 1), by whatever threads
+        # are free, and now by this one, too. Then the round enters the buffer.
         all_obs, actions, success, seconds["simulate"] = acting.result()
         clip_rewards, label_seconds = labeller.result()
         seconds |= label_seconds
@@ -755,8 +756,7 @@ def main() -> None:
         progress.update(min(global_step, args.total_timesteps) - progress.n)
         progress.set_postfix(clip_return=f"{clip_return:.1f}", success=f"{success_rate:.2f}")
         scalars = {"charts/clip_return": clip_return, "charts/ground_truth_return": ground_truth_return}
-        scalars |= {"charts/success_rate": success_rate}
-        scalars |= {"charts/SPS": (global_step - step_before) / elapsed}
+        scalars |= {"charts/success_rate": success_rate, "charts/SPS": (global_step - step_before) / elapsed}
         scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
         if learning:
             scalars |= {"losses/qf_loss": qf_loss.item(), "losses/actor_loss": actor_loss.item()}
@@ -802,4 +802,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("interrupted; a training that had begun goes on from its last checkpoint with --resume", file=sys.stderr)
         sys.stdout.flush()
-        os._exit(130)  # sys.exit would wait until the threads have labelled the whole round
+        os._exit(130)  # sys.exit would wait until the threads have labelled what they were given

@@ -3,10 +3,11 @@
     python benchmarks/throughput.py
     python benchmarks/throughput.py --models tiny --num-envs 8 64 512 4096 --steps-per-round 12800
 
-Each row is measured in a process of its own: first each phase alone, then the bare `encode_image` and the loop in turns. `simulate`,
-`draw` and `CLIP` (pixels to rewards) may use all cores, as they do in the loop; CartPole's and MountainCar's simulation and all
-updates use one. Efficiency is the loop's steps/s ÷ the bare encoder's frames/s; `of the cores` is the loop's steps/s ÷ what the
-cores would allow if they were never idle: steps ÷ (the sum of the phases' core-seconds ÷ cores). Every step is one frame.
+Each row is measured in a process of its own: first each phase alone, then the bare `encode_image` and the loop in turns. `draw` and
+`CLIP` (pixels to rewards) use all cores; the humanoid's simulation uses all but one, the others' and all updates use one, as in the
+loop. Efficiency is the loop's steps/s ÷ the bare encoder's frames/s; `of the cores` is the loop's steps/s ÷ what the cores would
+allow if they were never idle: steps ÷ (the sum of the phases' core-seconds ÷ cores). Every step is one frame. The loop's figure is
+that of TensorBoard, without writing logs, pictures and checkpoints.
 """
 
 import contextlib
@@ -99,7 +100,8 @@ def rate(work: Callable, batches: list, threads: int, device: torch.device, seco
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    with ThreadPoolExecutor(threads) as pool:
+    own_threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own_threads,)) as pool:
         one_pass()
         start, passes = time.perf_counter(), 0
         while passes == 0 or time.perf_counter() - start < seconds:
@@ -138,16 +140,21 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
             labeller.submit(states.flatten(0, 1))
             return played
 
+        def alone(phase: str, options: list[str]) -> float:
+            """Seconds a round of a loop in which only this phase is left; on a GPU a phase's own clock sees only the launches."""
+            run = run_loop(script, options)
+            return run[phase] if device.type == "cpu" else steps / run["steps/s"]
+
         def no_labels(self, states):
             rewards = torch.zeros(len(states), device=device)
             return (rewards, rewards > 0, 0.0, 0.0) if name == "sac_clip_humanoid" else (rewards, 0.0, 0.0)
 
         with mock.patch.object(script.Labeller, "label", no_labels):
             with mock.patch.object(script, "act", act_and_keep):
-                simulate = run_loop(script, [*options, "--gradient-steps", "1"])["simulate"]
+                simulate = alone("simulate", [*options, "--gradient-steps", "1"])
             states = played[2] if name == "sac_clip_humanoid" else played[0][1:]  # (steps of an episode, environments, …)
             with mock.patch.object(script, "act", act_again):
-                update = run_loop(script, options)["update"]
+                update = alone("update", options)
         torch.set_num_threads(1)
         if name == "sac_clip_humanoid":
             look = (defaults.textures, defaults.camera, defaults.supersample, batch_size, device)
@@ -163,24 +170,25 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
                 return script.draw(states, *reward_model.size, *look)
 
         threads = cores if device.type == "cpu" else 1
-        batches = list(states.flatten(0, 1)[: 8 * threads * batch_size].split(batch_size))
+        flat, wanted = states.flatten(0, 1), 8 * threads * batch_size  # so that all threads have as much to do
+        batches = list(flat.repeat(-(-wanted // len(flat)), 1)[:wanted].split(batch_size))
         frames = [draw(0, batch) for batch in batches]
         pixels = [((chunk - 127.0) / 64).to(reward_model.input_dtype, memory_format=torch.channels_last) for chunk in frames]
-        with torch.no_grad():
-            draws = rate(draw, batches, threads, device)
-            scores = rate(lambda _, chunk: reward_model(chunk), frames, threads, device)
-            with FlopCounterMode(display=False) as counter:
-                reward_model.model.encode_image(pixels[0])
+        draws = rate(draw, batches, threads, device)
+        scores = rate(lambda _, chunk: reward_model(chunk), frames, threads, device)
+        torch.backends.mha.set_fastpath_enabled(False)  # the counter does not know it
+        with FlopCounterMode(display=False) as counter:
+            reward_model.model.encode_image(pixels[0])
+        torch.backends.mha.set_fastpath_enabled(True)
         flops = counter.get_total_flops() / len(pixels[0])
 
         def bare() -> float:
             """frames/s of encode_image with one thread a core or with PyTorch's own threads, whichever is faster."""
-            with torch.no_grad():
-                rates = [rate(lambda _, chunk: reward_model.model.encode_image(chunk), pixels, threads, device)]
-                if threads > 1:
-                    torch.set_num_threads(cores)
-                    rates.append(rate(lambda _, chunk: reward_model.model.encode_image(chunk), pixels, 1, device))
-                    torch.set_num_threads(1)
+            rates = [rate(lambda _, chunk: reward_model.model.encode_image(chunk), pixels, threads, device)]
+            if threads > 1:
+                torch.set_num_threads(cores)
+                rates.append(rate(lambda _, chunk: reward_model.model.encode_image(chunk), pixels, 1, device))
+                torch.set_num_threads(1)
             return max(rates)
 
         pairs = []
