@@ -17,12 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import av
+import open_clip
 import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import clip_reward
 import dqn_clip_cartpole
 import sac_clip_humanoid
 import sac_clip_mountaincar
@@ -647,7 +647,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, expected, unbroken, tm
     device = [] if "--device" in arguments else ["--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(arguments.replace("RUN", str(run_dir))), *device])
-    monkeypatch.setattr(clip_reward.open_clip, "create_model_from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
+    monkeypatch.setattr(open_clip, "create_model_from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
     monkeypatch.setattr(SCRIPTS[script], "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:
         SCRIPTS[script].main()
