@@ -494,7 +494,7 @@ def main() -> None:
         path = args.evaluate.with_name(f"{args.evaluate.stem}_evaluation")
         report_evaluation(path, args, *evaluate(q_network, labeller, args))
         return
-    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = CartPole(args.num_envs, args.episode_length, device)
     envs.reset(seed=args.seed)
