@@ -1,7 +1,8 @@
 """A CLIP model as a reward function: how well does a frame show what a sentence says?
 
 This is the one module that the scripts share. It implements the reward of "Vision-Language Models are Zero-Shot Reward
-Models for Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921): Eq. 2 and Definition 1.
+Models for Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921): Eq. 2 and Definition 1; and the one of
+"Vision-Language Models as a Source of Rewards" (Baumli et al., 2023, arXiv 2312.09187), which asks which of several sentences fits.
 
     reward = CLIPReward("ViT-B-32/openai", ["pole vertically upright on top of the cart"], ["pole and cart"], alpha=0.5)
     reward(frames)  # (N, 3, H, W) uint8 -> (N,) float32
@@ -27,17 +28,45 @@ class RewardModelError(ValueError):
     """A model, prompt or α that cannot be used; the message is one line for the user."""
 
 
-class CLIPReward(torch.nn.Module):
-    """Reward of frames under goal-baseline regularization (Definition 1); α = 0 is the plain cosine (Eq. 2).
+def goal_baseline_reward(embeddings: torch.Tensor, goal: torch.Tensor, baseline: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Reward under goal-baseline regularization (Rocamonde et al., Definition 1); α = 0 is the plain cosine (Eq. 2).
 
     With s, g, b the unit embeddings of frame, goal and baseline and d = (g - b) / ‖g - b‖,
 
         R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,    L = the line through b and g,   proj_L(s) = g + d dᵀ(s - g).
 
     The vector inside the norm is α·d dᵀ(s - g) + (1 - α)(s - g): its part along d has length |dᵀ(s - g)| whatever α is, the
-    part across is shrunk by 1 - α. Hence the closed form that `reward` computes:
+    part across is shrunk by 1 - α. Hence the closed form that is computed here:
 
         R(s) = 1 - ½ [ (dᵀ(s - g))² + (1 - α)² (‖s - g‖² - (dᵀ(s - g))²) ].
+
+    Embeddings s (N, D), goal g (D,), baseline b (D,) -> rewards (N,).
+    """
+    direction = F.normalize(goal - baseline, dim=0)  # d
+    error = embeddings - goal  # s - g
+    along = error @ direction  # dᵀ(s - g): what the projection onto the goal-baseline line keeps, (N,)
+    across = error.square().sum(-1) - along.square()
+    return 1 - 0.5 * (along.square() + (1 - alpha) ** 2 * across)
+
+
+def contrastive_reward(
+    embeddings: torch.Tensor, goal: torch.Tensor, negatives: torch.Tensor, temperature: float, threshold: float | None = None
+) -> torch.Tensor:
+    """Probability that the goal, and none of the negatives, is what the frame shows (Baumli et al., Section 3).
+
+    With s, g, n₁ … n_K the unit embeddings of frame, goal and negatives and the temperature τ,
+
+        p(s) = exp(s·g / τ) / [ exp(s·g / τ) + Σ_k exp(s·n_k / τ) ],    R(s) = p(s), or with a threshold β: 1 if p(s) > β, else 0.
+
+    Embeddings s (N, D), goal g (D,), negatives (K, D) -> rewards (N,).
+    """
+    logits = embeddings @ torch.cat([goal[None], negatives]).T / temperature  # (N, 1 + K)
+    p = logits.softmax(dim=1)[:, 0]
+    return p if threshold is None else (p > threshold).float()
+
+
+class CLIPReward(torch.nn.Module):
+    """Frames -> rewards: `goal_baseline_reward` or, where there are negative prompts, `contrastive_reward`.
 
     Args:
         clip_model: `NAME/TAG` (`ViT-B-32/openai`), `NAME//path/to/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
@@ -45,6 +74,9 @@ class CLIPReward(torch.nn.Module):
         prompts, baseline_prompts: one text or several; g and b are the means of the texts' unit embeddings, as in the
             paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
+        negative_prompts: what else there might be to see, one text or several; with them α and baseline do not count.
+        temperature: τ of the contrastive reward (default: the one that the model was trained with, 1 / its logit scale).
+        threshold: β of the contrastive reward, in [0, 1]; without it the reward is the probability itself.
         batch_size: frames encoded at once.
         precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …; the scripts take `native_precision`);
             rewards are float32 all the same.
@@ -62,6 +94,9 @@ class CLIPReward(torch.nn.Module):
         device: str | torch.device = "cpu",
         batch_size: int = 256,
         precision: str = "fp32",
+        negative_prompts: str | Sequence[str] = (),
+        temperature: float | None = None,
+        threshold: float | None = None,
     ):
         import open_clip
         from open_clip.modified_resnet import ModifiedResNet
@@ -69,20 +104,26 @@ class CLIPReward(torch.nn.Module):
         super().__init__()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         baseline_prompts = [baseline_prompts] if isinstance(baseline_prompts, str) else list(baseline_prompts)
+        negative_prompts = [negative_prompts] if isinstance(negative_prompts, str) else list(negative_prompts)
+        texts = prompts + baseline_prompts + negative_prompts
         if not 0 <= alpha <= 1:
             raise RewardModelError(f"the goal-baseline α must lie between 0 and 1, not {alpha}")
         if batch_size < 1:
             raise RewardModelError(f"the CLIP batch size must be at least 1, not {batch_size}")
-        if not prompts or not all(text.strip() for text in prompts + baseline_prompts):
+        if temperature is not None and not temperature > 0:
+            raise RewardModelError(f"the temperature must be above 0, not {temperature}")
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise RewardModelError(f"the threshold β must lie between 0 and 1, not {threshold}")
+        if not prompts or not all(text.strip() for text in texts):
             raise RewardModelError("a prompt is empty: say in a few words what there is to see")
-        if alpha > 0 and not baseline_prompts:
+        if alpha > 0 and not baseline_prompts and not negative_prompts:
             raise RewardModelError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
 
         name, pretrained, quick_gelu = find_clip_model(clip_model)
         logging.disable(logging.ERROR)  # open_clip and the hub log each failure several times: it becomes one line below
         try:
             tokenizer = open_clip.get_tokenizer(name)
-            for text in prompts + baseline_prompts:
+            for text in texts:
                 check_length(text, tokenizer)
             self.model = open_clip.create_model_from_pretrained(
                 name,
@@ -103,7 +144,8 @@ class CLIPReward(torch.nn.Module):
         if isinstance(self.model.visual, ModifiedResNet):
             fold_batch_norms(self.model.visual)
         self.model.visual.to(memory_format=torch.channels_last)  # convolutional towers run up to twice as fast
-        self.alpha, self.batch_size, self.device = alpha, batch_size, torch.device(device)
+        self.alpha, self.threshold = alpha, threshold
+        self.batch_size, self.device = batch_size, torch.device(device)
         self.input_dtype = open_clip.get_input_dtype(precision) or torch.float32
 
         cfg = self.model.visual.preprocess_cfg  # the model's own, never constants of ours
@@ -115,10 +157,12 @@ class CLIPReward(torch.nn.Module):
 
         goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)
         baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0) if baseline_prompts else goal
-        if alpha > 0 and torch.allclose(goal, baseline, atol=1e-5):
+        if alpha > 0 and not negative_prompts and torch.allclose(goal, baseline, atol=1e-5):
             raise RewardModelError("goal and baseline prompt mean the same to this model: no line runs through the two")
         self.register_buffer("goal", goal)  # (D,)
-        self.register_buffer("direction", F.normalize(goal - baseline, dim=0))  # d, (D,)
+        self.register_buffer("baseline", baseline)  # (D,)
+        self.negatives = self.embed_text(tokenizer(negative_prompts).to(device)) if negative_prompts else None  # (K, D)
+        self.temperature = temperature or 1 / self.model.logit_scale.exp().item()
 
     @torch.no_grad()
     def embed_text(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -142,11 +186,10 @@ class CLIPReward(torch.nn.Module):
         return F.normalize(self.model.encode_image(pixels).float(), dim=-1)
 
     def reward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Unit embeddings s (N, D) -> rewards R(s) (N,), the closed form of Definition 1."""
-        error = embeddings - self.goal  # s - g
-        along = error @ self.direction  # dᵀ(s - g): what the projection onto the goal-baseline line keeps, (N,)
-        across = error.square().sum(-1) - along.square()
-        return 1 - 0.5 * (along.square() + (1 - self.alpha) ** 2 * across)
+        """Unit embeddings s (N, D) -> rewards R(s) (N,)."""
+        if self.negatives is not None:
+            return contrastive_reward(embeddings, self.goal, self.negatives, self.temperature, self.threshold)
+        return goal_baseline_reward(embeddings, self.goal, self.baseline, self.alpha)
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """Frames (N, 3, H, W) uint8, any N, any device -> rewards (N,) float32 on the model's device."""

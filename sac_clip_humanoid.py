@@ -30,7 +30,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
 
-import gymnasium
 import imageio.v3 as iio
 import mujoco
 import numpy as np
@@ -48,7 +47,7 @@ from tqdm import tqdm, trange
 from clip_reward import CLIPReward, RewardModelError, native_precision
 
 wp.config.log_level = wp.LOG_WARNING  # or it reports each kernel that it compiles or finds in its cache
-import mujoco_warp  # noqa: E402
+# mujoco_warp is imported where it is used: that takes seconds, and --help does not need it.
 
 SCRIPT = Path(__file__).stem
 THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
@@ -89,6 +88,15 @@ class Args:
     """frames drawn and scored at once"""
     precision: Literal["fp32", "bf16"] | None = None
     """what the CLIP model computes in (default: bf16 where the processor or GPU has instructions for it, else fp32)"""
+    reward: Literal["clip", "contrastive"] = "clip"
+    """what the agent learns from: clip is goal-baseline regularization, contrastive the probability of the prompt among it and the
+    negative ones (Baumli et al., 2023)"""
+    negative_prompt: tuple[str, ...] | None = None
+    """contrastive: what else there might be to see (default: the prompts of the paper's other tasks)"""
+    temperature: float | None = None
+    """contrastive: τ of the softmax (default: the model's own)"""
+    threshold: float | None = None
+    """contrastive: β, above which the reward is 1, and else 0 (default: the probability itself is the reward)"""
 
     paper: bool = False
     """the paper's values where the settings below name them; what the command line says holds all the same"""
@@ -159,7 +167,7 @@ PAPER |= {"average_actor": False, "paper": True}
 
 # ---- Environment
 
-XML = Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml"
+XML = Path(find_spec("gymnasium").origin).parent / "envs/mujoco/assets/humanoid.xml"
 MAX_CTRL = 0.4  # range of the XML's motors, and so of Gymnasium's actions
 FRAME_SKIP = 5  # simulation steps of 3 ms per environment step, as in Gymnasium
 OBS_SIZE, STATE_SIZE, ACTION_SIZE = 348, 24, 17
@@ -352,6 +360,8 @@ class Scene:
     def __init__(
         self, height: int, width: int, textures: str, camera: str, supersample: int, batch_size: int, device: torch.device
     ):
+        import mujoco_warp
+
         self.height, self.width, self.batch_size, self.device = height, width, batch_size, device
         wp.init()
         self.warp_device = wp.device_from_torch(device)
@@ -371,6 +381,8 @@ class Scene:
 
     def draw(self, states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """States (N, 24) -> frames (N, 3, height, width) uint8, and where each point of the body is (N, 3), m, by its name."""
+        import mujoco_warp
+
         frames = torch.empty(len(states), 3, self.height, self.width, dtype=torch.uint8, device=self.device)
         points = torch.empty(len(states), len(self.geoms) + len(self.bodies), 3, device=self.device)
         if self.device.type == "cuda":  # in step with PyTorch
@@ -832,6 +844,8 @@ def read_settings() -> tuple[Args, dict | None]:
     args.task = args.task or ("kneeling" if args.prompt is None else None)
     args.prompt = (TASKS[args.task][0],) if args.prompt is None else args.prompt
     args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
+    if args.reward == "contrastive" and args.negative_prompt is None:
+        args.negative_prompt = tuple(prompt for task, (prompt, _) in TASKS.items() if task != args.task)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device.split(":")[0] not in ("cpu", "cuda"):
         fail(f"no device {args.device} here: only cpu and cuda are supported")
@@ -853,6 +867,11 @@ def read_settings() -> tuple[Args, dict | None]:
     folder = args.resume or next(parent for parent in target.absolute().parents if os.path.exists(parent))
     if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         fail(f"cannot write to {target}: {folder} is not a folder that can be written to")
+    if args.reward == "contrastive" and not args.negative_prompt:
+        fail("--reward contrastive needs a --negative-prompt: say what else there might be to see")
+    unused = [name for name in ("negative_prompt", "temperature", "threshold") if getattr(args, name) != getattr(Args, name)]
+    if args.reward != "contrastive" and unused:
+        fail(f"--{unused[0].replace('_', '-')} belongs to --reward contrastive")
     if args.track and not find_spec("wandb"):
         fail("--track needs Weights & Biases: pip install wandb")
     return args, checkpoint
@@ -900,6 +919,7 @@ def main() -> None:
         reward_model = CLIPReward(
             *(args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha),
             *(device, args.clip_batch_size, args.precision),
+            *(args.negative_prompt if args.reward == "contrastive" else (), args.temperature, args.threshold),
         )
     except RewardModelError as error:
         fail(str(error))

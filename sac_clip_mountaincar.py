@@ -65,8 +65,15 @@ class Args:
     """frames drawn and scored at once"""
     precision: Literal["fp32", "bf16"] | None = None
     """what the CLIP model computes in (default: bf16 where the processor or GPU has instructions for it, else fp32)"""
-    reward: Literal["clip", "ground-truth"] = "clip"
-    """what the agent learns from; ground-truth (1 per step at the goal) is for reference curves"""
+    reward: Literal["clip", "contrastive", "ground-truth"] = "clip"
+    """what the agent learns from: clip is goal-baseline regularization, contrastive the probability of the prompt among it and the
+    negative ones (Baumli et al., 2023); ground-truth, 1 per step at the goal, is for reference curves"""
+    negative_prompt: tuple[str, ...] = ("a car in the valley", "a car on the left hill, far from the flag")
+    """contrastive: what else there might be to see"""
+    temperature: float | None = None
+    """contrastive: τ of the softmax (default: the model's own)"""
+    threshold: float | None = None
+    """contrastive: β, above which the reward is 1, and else 0 (default: the probability itself is the reward)"""
 
     seed: int = 1
     """seed of the weights, the start states and the exploration"""
@@ -579,6 +586,11 @@ def read_settings() -> tuple[Args, dict | None]:
     folder = args.resume or next(parent for parent in target.absolute().parents if os.path.exists(parent))
     if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         fail(f"cannot write to {target}: {folder} is not a folder that can be written to")
+    if args.reward == "contrastive" and not args.negative_prompt:
+        fail("--reward contrastive needs a --negative-prompt: say what else there might be to see")
+    unused = [name for name in ("negative_prompt", "temperature", "threshold") if getattr(args, name) != getattr(Args, name)]
+    if args.reward != "contrastive" and unused:
+        fail(f"--{unused[0].replace('_', '-')} belongs to --reward contrastive")
     if args.track and not find_spec("wandb"):
         fail("--track needs Weights & Biases: pip install wandb")
     return args, checkpoint
@@ -623,6 +635,7 @@ def main() -> None:
         reward_model = CLIPReward(
             *(args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha),
             *(device, args.clip_batch_size, args.precision),
+            *(args.negative_prompt if args.reward == "contrastive" else (), args.temperature, args.threshold),
         )
     except RewardModelError as error:
         fail(str(error))
@@ -740,13 +753,13 @@ def main() -> None:
         seconds |= label_seconds
         obs, states, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1)
         true_rewards = ground_truth_reward(states)
-        rb.add(obs, states, actions, clip_rewards if args.reward == "clip" else true_rewards)
+        rb.add(obs, states, actions, true_rewards if args.reward == "ground-truth" else clip_rewards)
         global_step += len(actions)
 
         # ---- Report.
         sums = torch.stack([clip_rewards.sum(), true_rewards.sum(), success.sum()]) / args.num_envs
         clip_return, ground_truth_return, success_rate = sums.tolist()
-        training_return = clip_return if args.reward == "clip" else ground_truth_return
+        training_return = ground_truth_return if args.reward == "ground-truth" else clip_return
         if training_return > best_return:
             best_return = training_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
             best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
@@ -786,7 +799,7 @@ def main() -> None:
     for policy in (best, last):
         actor.load_state_dict(policy["actor"])
         evaluations.append(evaluate(actor, labeller, args))
-    goal = "clip_return" if args.reward == "clip" else "ground_truth_return"
+    goal = "ground_truth_return" if args.reward == "ground-truth" else "clip_return"
     metrics, states, rewards = max(evaluations, key=lambda evaluation: evaluation[0][goal])
     if metrics is evaluations[1][0]:
         save(args.run_dir / "best.pt", last)

@@ -76,9 +76,10 @@ def test_alpha_1_depends_on_the_component_along_the_line_alone(random_vit):
     reward = CLIPReward(random_vit, GOAL, BASELINE, 1.0)
     s = reward.embed(frames_like(8, 32, 32))
     across = torch.randn_like(s)
-    across -= (across @ reward.direction)[:, None] * reward.direction
+    direction = F.normalize(reward.goal - reward.baseline, dim=0)
+    across -= (across @ direction)[:, None] * direction
     torch.testing.assert_close(reward.reward(s + across), reward.reward(s), atol=1e-5, rtol=0)
-    assert (reward.reward(s + 0.5 * reward.direction) - reward.reward(s)).abs().min() > 0.01
+    assert (reward.reward(s + 0.5 * direction) - reward.reward(s)).abs().min() > 0.01
 
 
 def test_several_prompts_are_the_mean_of_unit_embeddings(random_vit):
@@ -89,6 +90,37 @@ def test_several_prompts_are_the_mean_of_unit_embeddings(random_vit):
     cosines = torch.stack([CLIPReward(random_vit, text)(frames_like(5, 32, 32)) for text in texts]).mean(0)
     offset = CLIPReward(random_vit, texts)(frames_like(5, 32, 32)) - cosines  # a constant, as documented
     assert offset.std() < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [None, 0.05, 1.0])
+def test_contrastive_reward_is_the_softmax_probability_of_the_goal(random_vit, temperature):
+    goals, negatives = [GOAL, "a balanced pole"], ["a fallen pole", "a cart", "nothing"]
+    reward = CLIPReward(random_vit, goals, negative_prompts=negatives, temperature=temperature)
+    tokens = open_clip.SimpleTokenizer(context_length=16)(goals + negatives)
+    texts = F.normalize(reward.model.encode_text(tokens), dim=-1).double()
+    texts = torch.cat([texts[:2].mean(0, keepdim=True), texts[2:]])  # several goals are averaged, negatives are not
+    s = reward.embed(frames_like(20, 32, 32)).double()
+    e = (s @ texts.T / (temperature or 1 / reward.model.logit_scale.exp().item())).exp()
+    expected = e[:, 0] / e.sum(1)
+    torch.testing.assert_close(reward.reward(s.float()).double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(reward(frames_like(20, 32, 32)).double(), expected, atol=1e-5, rtol=0)
+    beta = expected.median().item() + 1e-4
+    binary = CLIPReward(random_vit, goals, negative_prompts=negatives, temperature=temperature, threshold=beta)
+    assert torch.equal(binary.reward(s.float()), (expected > beta).float()) and 0 < binary.reward(s.float()).mean() < 1
+
+
+def test_contrastive_reward_at_its_limits(random_vit):
+    s = CLIPReward(random_vit, GOAL).embed(frames_like(8, 32, 32))
+    same = CLIPReward(random_vit, GOAL, negative_prompts=[GOAL] * 3)
+    torch.testing.assert_close(same.reward(s), torch.full((8,), 0.25), atol=1e-6, rtol=0)  # it cannot tell the four apart
+    cold = CLIPReward(random_vit, GOAL, negative_prompts="a cart", temperature=1e-7)  # the nearest text takes it all
+    nearer = (s @ cold.goal > s @ cold.negatives[0]).float()
+    torch.testing.assert_close(cold.reward(s), nearer, atol=1e-3, rtol=0)
+    hot = CLIPReward(random_vit, GOAL, negative_prompts="a cart", temperature=1e6)
+    torch.testing.assert_close(hot.reward(s), torch.full((8,), 0.5), atol=1e-5, rtol=0)
+    for threshold, value in ((0.0, 1.0), (1.0, 0.0)):
+        reward = CLIPReward(random_vit, GOAL, negative_prompts="a cart", threshold=threshold)
+        assert torch.equal(reward.reward(s), torch.full((8,), value))
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 17])
@@ -228,6 +260,11 @@ def test_weights_from_a_file_by_name(tmp_path, monkeypatch):
     ({"baseline_prompts": ["a cart", "  "]}, "prompt is empty"),
     ({"batch_size": 0}, "at least 1"),
     ({"alpha": 0.5, "baseline_prompts": GOAL}, "no line runs"),
+    ({"negative_prompts": ["a cart", ""]}, "prompt is empty"),
+    ({"negative_prompts": "cart " * 40}, "too long for this model"),
+    ({"negative_prompts": "a cart", "temperature": 0.0}, "temperature must be above 0"),
+    ({"negative_prompts": "a cart", "temperature": float("nan")}, "temperature must be above 0"),
+    ({"negative_prompts": "a cart", "threshold": 1.5}, "β must lie between 0 and 1"),
 ])  # fmt: skip
 def test_bad_input(random_vit, arguments, expected):
     with pytest.raises(RewardModelError) as error:

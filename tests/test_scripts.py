@@ -392,6 +392,28 @@ def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path):
     assert "clip return" in out  # still logged, for comparison
 
 
+@pytest.mark.parametrize("script, threshold", [*((script, None) for script in SCRIPTS), ("dqn_clip_cartpole", 0.5)])
+def test_contrastive_reward_is_what_the_flag_trains_on(script, threshold, train, one_thread, tmp_path):
+    options = "--reward contrastive --total-timesteps 240 --num-envs 4 --episode-length 30 --episodes 2 --device cpu"
+    options += " --gradient-steps 1 --learning-starts 120 --clip-model tiny"
+    options += "" if threshold is None else f" --threshold {threshold}"
+    checkpoint = train(script, *options.split(), "--run-dir", tmp_path / "run")
+    settings, rb = checkpoint["settings"], checkpoint["rb"]
+    assert len(settings["negative_prompt"]) == (7 if script == "sac_clip_humanoid" else 2)
+    assert settings["prompt"][0] not in settings["negative_prompt"]
+    model = CLIPReward(
+        "tiny", settings["prompt"], precision=settings["precision"], negative_prompts=settings["negative_prompt"]
+    )
+    p = model(DRAW[script](rb.get("states", rb["next_obs"])))
+    if threshold is None:
+        torch.testing.assert_close(rb["rewards"], p, atol=1e-3, rtol=0)
+        assert rb["rewards"].std() > 1e-4 and 0 <= rb["rewards"].min() and rb["rewards"].max() <= 1
+    else:
+        clear = (p - threshold).abs() > 1e-3
+        assert torch.equal(rb["rewards"][clear], (p > threshold).float()[clear]) and 0 < rb["rewards"].mean() < 1
+    train(script, "--resume", tmp_path / "run")  # brings the negatives along
+
+
 @pytest.mark.parametrize("learning_starts", [100_000, 0])
 def test_mountaincar_explores_with_correlated_noise(learning_starts, tmp_path):
     """The first round: random actions are uniform in [-1, 1], and theirs and the policy's are alike from step to step."""
@@ -628,6 +650,12 @@ BAD = [
     ("--evaluate RUN/best.pt --prompt x", "leave out --prompt"),
     ("--no-such-flag", "no-such-flag"),
     ("--precision fp64", "fp64"),
+    ("--reward contrastive --negative-prompt", "needs a --negative-prompt"),
+    ("--reward contrastive --negative-prompt ''", "prompt is empty"),
+    ("--reward contrastive --temperature 0", "temperature must be above 0"),
+    ("--reward contrastive --threshold 1.5", "--threshold must lie between 0 and 1"),
+    ("--threshold 0.5", "--threshold belongs to --reward contrastive"),
+    ("--negative-prompt x", "--negative-prompt belongs to --reward contrastive"),
     ("--track", "pip install wandb"),
 ]
 

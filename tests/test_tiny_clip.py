@@ -236,9 +236,34 @@ def test_loss_asks_for_all_true_pairs():
     assert train.contrastive_loss(together, together.flip(0), scale, true) > best + 1
 
 
-def test_training_writes_a_model_that_loads(tmp_path):
-    train.train(train.Args(output=tmp_path, steps=2, batch_size=32, humanoid_states=50))
-    train.train(train.Args(output=tmp_path / "again", steps=2, batch_size=32, humanoid_states=50))
-    weights = [(folder / "open_clip_model.safetensors").read_bytes() for folder in (tmp_path, tmp_path / "again")]
-    assert weights[0] == weights[1]  # same seed, same model
-    CLIPReward(f"local-dir:{tmp_path}", "pole upright")
+def test_training_writes_models_that_load_side_by_side_or_alone_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "SAVE_EVERY", 2)
+    few = {"steps": 3, "batch_size": 32, "humanoid_states": 50}
+    train.train(train.Args(output=tmp_path / "alone", **few))
+    both = train.Args(output=tmp_path / "both", widths=(8, 16), **few)
+    train.train(both)
+    step, steps = train.Learner.step, iter(range(5))
+
+    def interrupted(self, *batch):
+        if next(steps, None) is None:  # both models' third step would be the fifth and sixth
+            raise KeyboardInterrupt
+        return step(self, *batch)
+
+    monkeypatch.setattr(train.Learner, "step", interrupted)
+    resumed = train.Args(output=tmp_path / "resumed", widths=(8, 16), **few)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(resumed)
+    assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["training.pt"]
+    monkeypatch.setattr(train.Learner, "step", step)
+    resumed.resume = True
+    train.train(resumed)
+
+    def weights(folder: str) -> bytes:
+        return (tmp_path / folder / "open_clip_model.safetensors").read_bytes()
+
+    assert weights("alone") == weights("both/width_16") == weights("resumed/width_16")  # same seed, same model
+    assert weights("both/width_8") == weights("resumed/width_8") and not (tmp_path / "resumed" / "training.pt").exists()
+    sizes = [CLIPReward(f"local-dir:{tmp_path / 'both'}/width_{width}", "pole upright").model.visual for width in (8, 16)]
+    assert sum(p.numel() for p in sizes[0].parameters()) < sum(p.numel() for p in sizes[1].parameters()) / 3
+    with pytest.raises(RewardModelError, match="no training was interrupted"):
+        train.train(resumed)

@@ -2,6 +2,7 @@
 
     python tiny_clip/train.py             # train, write the model into this folder, print the held-out figures
     python tiny_clip/train.py --evaluate  # only the held-out figures
+    python tiny_clip/train.py --widths 8 16 24 32 --output ladder  # models of four sizes, on the same batches: ladder/width_8, …
 
 Frames are drawn by the scripts' own drawing functions, for every batch anew (the humanoid's once, before the training); captions are
 composed from the states. To add a scene, write one function like `mountaincar_scene` and add it to `scenes_and_shares`.
@@ -11,7 +12,8 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mujoco
@@ -31,6 +33,7 @@ import sac_clip_mountaincar  # noqa: E402
 from clip_reward import CLIPReward, RewardModelError  # noqa: E402
 
 SIZE = 64  # pixels, frames are square
+SAVE_EVERY = 100  # steps, for --resume
 MODEL_CFG = {
     "embed_dim": 128,
     "vision_cfg": {"image_size": SIZE, "layers": [1, 1, 1, 1], "width": 16, "patch_size": None},
@@ -75,6 +78,10 @@ class Args:
     """only print the held-out figures of the model in `output`"""
     output: Path = HERE
     """folder for the model"""
+    widths: tuple[int, ...] = (16,)
+    """of the image encoder; several are trained side by side on the same batches, each into a folder width_N of its own"""
+    resume: bool = False
+    """go on with the training in `output` that was interrupted, with the same settings (the humanoid's states are made again)"""
     steps: int = 1100
     """optimizer steps"""
     batch_size: int = 1024
@@ -769,44 +776,97 @@ def contrastive_loss(image: torch.Tensor, text: torch.Tensor, scale: torch.Tenso
     return (F.cross_entropy(logits, of_text) + F.cross_entropy(logits.T, of_image)) / 2
 
 
+class Learner:
+    """A model, and what trains it."""
+
+    def __init__(self, width: int, args: Args):
+        torch.manual_seed(args.seed)
+        self.cfg = MODEL_CFG | {"vision_cfg": MODEL_CFG["vision_cfg"] | {"width": width}}
+        self.model = open_clip.CLIP(**self.cfg)
+        self.model.visual.to(memory_format=torch.channels_last)  # twice as fast for convolutions on a CPU
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.98), eps=1e-6, fused=True)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False
+        )
+        self.parts = (self.model, self.optimizer, self.schedule)
+
+    def step(self, pixels: torch.Tensor, tokens: torch.Tensor, true: torch.Tensor) -> float:
+        """One update -> the loss."""
+        image, text = self.model.encode_image(pixels, normalize=True), self.model.encode_text(tokens, normalize=True)
+        loss = contrastive_loss(image, text, self.model.logit_scale.exp(), true)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(0, math.log(100))
+        return loss.item()
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: w.half() if w.is_floating_point() else w for name, w in self.model.state_dict().items()}
+        save_file({k: w.contiguous() for k, w in weights.items()}, folder / "open_clip_model.safetensors")
+        config = {"model_cfg": self.cfg, "preprocess_cfg": PREPROCESS_CFG}
+        (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def folders(args: Args) -> dict[int, Path]:
+    """The folder of each width."""
+    return {width: args.output / f"width_{width}" if len(args.widths) > 1 else args.output for width in args.widths}
+
+
 def train(args: Args) -> None:
-    torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    model = open_clip.CLIP(**MODEL_CFG)
-    model.visual.to(memory_format=torch.channels_last)  # twice as fast for convolutions on a CPU
     tokenizer = open_clip.SimpleTokenizer(context_length=MODEL_CFG["text_cfg"]["context_length"])
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.98), eps=1e-6, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False
-    )
+    learners = [Learner(width, args) for width in args.widths]
+    checkpoint, first, kept = args.output / "training.pt", 0, None
+    settings = {k: v for k, v in asdict(args).items() if k not in ("evaluate", "output", "resume")}
+    if args.resume:
+        if not checkpoint.is_file():
+            raise RewardModelError(f"no training was interrupted in {args.output}: it holds no {checkpoint.name}")
+        kept = torch.load(checkpoint, weights_only=True)
+        if kept["settings"] != settings:
+            raise RewardModelError(f"the training in {args.output} had other settings")
     scenes_and_shares = ((cartpole_scene, 0.23), (mountaincar_scene, 0.25), (HumanoidScene(args.humanoid_states, rng), 0.52))
-    progress = trange(args.steps, desc="train tiny_clip", unit="step")
-    for step in progress:
+    if kept:
+        first, rng.bit_generator.state = kept["step"], kept["rng"]
+        for learner, states in zip(learners, kept["learners"]):
+            for part, state in zip(learner.parts, states):
+                part.load_state_dict(state)
+
+    def make_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+        """-> pixels, tokens, which caption is true of which frame, and the generator's state afterwards."""
         # All scenes in each batch: batch normalization has to see the mixture of them that it uses later.
         scenes = [scene(int(share * args.batch_size), rng) for scene, share in scenes_and_shares]
         captions = [caption for _, captions, _, _ in scenes for caption in captions]
         true = torch.block_diag(*(is_true(facts, mentioned).float() for _, _, facts, mentioned in scenes))
         pixels = torch.cat([frames for frames, _, _, _ in scenes]).float() / 127.5 - 1
         pixels = pixels.contiguous(memory_format=torch.channels_last)
-        image = model.encode_image(pixels, normalize=True)
-        text = model.encode_text(tokenizer(captions), normalize=True)
-        loss = contrastive_loss(image, text, model.logit_scale.exp(), true)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        with torch.no_grad():
-            model.logit_scale.clamp_(0, math.log(100))
-        if step % 10 == 0:
-            progress.set_postfix(loss=f"{loss.item():.3f}", scale=f"{model.logit_scale.exp().item():.1f}")
+        return pixels, tokenizer(captions), true, rng.bit_generator.state
+
     args.output.mkdir(parents=True, exist_ok=True)
-    weights = {name: w.half() if w.is_floating_point() else w for name, w in model.state_dict().items()}
-    save_file({k: w.contiguous() for k, w in weights.items()}, args.output / "open_clip_model.safetensors")
-    config = {"model_cfg": MODEL_CFG, "preprocess_cfg": PREPROCESS_CFG}
-    (args.output / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # The next batch is made while this one is learned from.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        progress = trange(first, args.steps, initial=first, total=args.steps, desc="train tiny_clip", unit="step")
+        coming = pool.submit(make_batch)
+        for step in progress:
+            *batch, state = coming.result()
+            coming = pool.submit(make_batch)
+            losses = [learner.step(*batch) for learner in learners]
+            if step % 10 == 0:
+                progress.set_postfix(loss=", ".join(f"{loss:.3f}" for loss in losses))
+            if (step + 1) % SAVE_EVERY == 0:
+                content = {"settings": settings, "step": step + 1, "rng": state}
+                content["learners"] = [[part.state_dict() for part in learner.parts] for learner in learners]
+                torch.save(content, checkpoint.with_suffix(".tmp"))
+                checkpoint.with_suffix(".tmp").replace(checkpoint)
+        coming.cancel()
+    for learner, folder in zip(learners, folders(args).values()):
+        learner.save(folder)
+    checkpoint.unlink(missing_ok=True)
 
 
 # ---- Held-out figures
@@ -930,12 +990,17 @@ def evaluate_humanoid(folder: Path, n: int = 20_000) -> None:
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    if not args.evaluate:
-        train(args)
     try:
-        evaluate_cartpole(args.output)
-        evaluate_mountaincar(args.output)
-        evaluate_humanoid(args.output)
+        if not args.evaluate:
+            train(args)
+        for width, folder in folders(args).items():
+            print(f"\n{folder} (width {width})")
+            evaluate_cartpole(folder)
+            evaluate_mountaincar(folder)
+            evaluate_humanoid(folder)
     except RewardModelError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; a training goes on from its last hundred steps with --resume", file=sys.stderr)
+        sys.exit(130)

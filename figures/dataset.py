@@ -1,0 +1,189 @@
+"""States of an environment, their pictures and labels: what figures/reward_models.py judges a reward model on.
+
+python figures/dataset.py --run-dirs runs/kneeling_1 runs/kneeling_2 --output datasets/kneeling
+python figures/dataset.py --script dqn_clip_cartpole --output datasets/cartpole
+
+A dataset is a folder: `labels.csv` with one line a state (its picture, the label of the script's success condition, and
+`human_label`, empty: fill it with 0 or 1 wherever you disagree, or everywhere), `frames/`, `states.npy`, and `dataset.json`.
+"""
+
+import csv
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tiny_clip")]
+
+Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
+LOOK = ("textures", "camera", "supersample")  # settings that change the frames
+
+
+class DatasetError(ValueError):
+    """What the user got wrong, in one line."""
+
+
+@dataclass
+class Args:
+    """Collect states from runs, or at random and from poses; draw and label them, and write them into a new folder."""
+
+    run_dirs: tuple[Path, ...] = ()
+    """run folders of one script, whose replay buffers the states are drawn from; they bring prompt, task and look"""
+    script: Script | None = None
+    """without runs: whose states (CartPole's and the car's at random, half of CartPole's close to upright; the humanoid's from poses)"""
+    task: str = "kneeling"
+    """without runs: of the humanoid"""
+    states: int = 1000
+    """states in the dataset"""
+    seed: int = 1
+    """of the choice of the states"""
+    output: Path = Path("dataset")
+    """folder to write, made anew"""
+
+
+def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
+    """-> all states in the replay buffers of these runs, and their common settings."""
+    states, settings = [], []
+    for run_dir in run_dirs:
+        if not os.path.isfile(run_dir / "checkpoint.pt"):
+            raise DatasetError(f"{run_dir} is no run folder: it holds no checkpoint.pt")
+        checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+        buffers = [process["rb"] for process in (checkpoint, *checkpoint.get("others", ()))]
+        states += [rb["states"] if "states" in rb else rb["next_obs"] for rb in buffers]
+        keep = ("prompt", "baseline_prompt", "task", *LOOK)
+        settings.append({"script": checkpoint["script"]} | {k: checkpoint["settings"].get(k) for k in keep})
+        different = [name for name, value in settings[-1].items() if value != settings[0][name]]
+        if different:
+            raise DatasetError(f"{run_dir} differs from {run_dirs[0]} in {', '.join(different)}: one dataset, one task")
+    states = torch.cat(states)
+    if not len(states):
+        raise DatasetError(f"{', '.join(map(str, run_dirs))}: nothing has been played yet")
+    if settings[0]["script"] == "sac_clip_humanoid" and settings[0]["task"] is None:
+        raise DatasetError(f"{run_dirs[0]} has no known task, hence no labels")
+    return states, settings[0]
+
+
+def states_at_random(script: Script, task: str, n: int, rng: np.random.Generator) -> tuple[torch.Tensor, dict]:
+    """-> n states and the script's default settings."""
+    module = importlib.import_module(script)
+    defaults = module.Args()
+    settings = {"script": script, "prompt": defaults.prompt, "baseline_prompt": defaults.baseline_prompt, "task": None}
+    settings |= {name: getattr(defaults, name, None) for name in LOOK}
+    if script == "sac_clip_humanoid":
+        from train import humanoid_states  # of tiny_clip: but these states are none of its own
+
+        if task not in module.TASKS:
+            raise DatasetError(f"no task {task}: there are {', '.join(module.TASKS)}")
+        return humanoid_states(n, rng), settings | {"task": task, "prompt": (module.TASKS[task][0],)}
+    if script == "sac_clip_mountaincar":
+        x = rng.uniform(-1.2, 0.6, n)
+        return torch.from_numpy(np.stack([x, 0 * x], axis=1)).float(), settings
+    degrees = rng.uniform(-1, 1, n) * np.where(rng.random(n) < 0.5, 20, 180)
+    x = rng.uniform(-2.4, 2.4, n)
+    return torch.from_numpy(np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)).float(), settings
+
+
+def label(states: torch.Tensor, settings: dict) -> torch.Tensor:
+    """States (N, …) -> whether the script's success condition holds (N,) bool."""
+    module = importlib.import_module(settings["script"])
+    if settings["script"] != "sac_clip_humanoid":
+        return module.ground_truth_reward(states) > 0
+    look = (settings[name] for name in LOOK)
+    scene = module.Scene(8, 8, *look, 1024, torch.device("cpu"))  # small frames: only where the parts of the body are
+    holds = module.TASKS[settings["task"]][1]
+    return torch.cat([holds(scene.draw(chunk)[1]) for chunk in tqdm(states.split(8192), desc="label", leave=False)])
+
+
+def frames_for_people(states: torch.Tensor, settings: dict) -> np.ndarray:
+    """States (N, …) -> frames (N, height, width, 3) uint8, larger than most models see them."""
+    module = importlib.import_module(settings["script"])
+    if settings["script"] == "sac_clip_humanoid":
+        return module.draw_large(states, 240, module.Args(**{name: settings[name] for name in LOOK}))
+    look = (settings["textures"],) if settings["textures"] else ()
+    return module.draw(states, 200, 300, *look).permute(0, 2, 3, 1).numpy()
+
+
+def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
+    """-> settings, states (N, …), labels (N,) bool, a person's wherever there is one, and how many these are."""
+    for name in ("dataset.json", "states.npy", "labels.csv"):
+        if not os.path.isfile(folder / name):
+            raise DatasetError(f"{folder} is no dataset: it holds no {name} (figures/dataset.py makes one)")
+    settings, states = json.loads((folder / "dataset.json").read_text()), torch.from_numpy(np.load(folder / "states.npy"))
+    labels, people = [], 0
+    with open(folder / "labels.csv", newline="") as file:
+        for line, row in enumerate(csv.DictReader(file), 2):
+            own = (row.get("human_label") or "").strip()
+            value = own or (row.get("label") or "").strip()
+            if value not in ("0", "1"):
+                raise DatasetError(f"{folder / 'labels.csv'}, line {line}: labels are 0 or 1, not {value!r}")
+            labels.append(value == "1")
+            people += bool(own)
+    if len(labels) != len(states):
+        raise DatasetError(f"{folder / 'labels.csv'} has {len(labels)} lines for {len(states)} states: none may be missing")
+    return settings, states, torch.tensor(labels), people
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    if bool(args.run_dirs) == bool(args.script):
+        raise DatasetError("give either --run-dirs or --script: where are the states to come from?")
+    if args.states < 1:
+        raise DatasetError(f"--states must be at least 1, not {args.states}")
+    if os.path.exists(args.output):
+        raise DatasetError(f"{args.output} exists: choose another --output")
+    parent = args.output.absolute().parent
+    if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
+        raise DatasetError(f"cannot write to {args.output}: {parent} is not a folder that can be written to")
+    rng = np.random.default_rng(40_000 + args.seed)  # not the one that tiny_clip was trained with
+    if args.run_dirs:
+        states, settings = states_of_runs(args.run_dirs)
+        if len(states) < args.states:
+            raise DatasetError(f"these runs hold {len(states)} states: lower --states")
+        states = states[torch.from_numpy(rng.choice(len(states), args.states, replace=False))]
+    else:
+        states, settings = states_at_random(args.script, args.task, args.states, rng)
+    labels = label(states, settings)
+    settings |= {"runs": [str(run_dir) for run_dir in args.run_dirs], "seed": args.seed}
+
+    folder = Path(tempfile.mkdtemp(dir=parent))  # becomes the dataset when it is whole
+    try:
+        (folder / "frames").mkdir()
+        np.save(folder / "states.npy", states.numpy())
+        (folder / "dataset.json").write_text(json.dumps(settings, indent=2) + "\n")
+        with open(folder / "labels.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("frame", "label", "human_label"))
+            writer.writerows((f"frames/{i:06}.png", int(value), "") for i, value in enumerate(labels.tolist()))
+        progress = tqdm(total=len(states), desc="draw", unit="frame")
+        for chunk in torch.arange(len(states)).split(256):
+            for i, frame in zip(chunk.tolist(), frames_for_people(states[chunk], settings)):
+                Image.fromarray(frame).save(folder / f"frames/{i:06}.png")
+                progress.update()
+        progress.close()
+        folder.chmod(0o755)
+        os.rename(folder, args.output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{len(states)} states, {labels.float().mean():.3f} of them goal states; written to {args.output}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DatasetError as error:
+        print(f"dataset.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,358 @@
+"""Datasets of labelled states, and what reward models are measured by on them: definitions, limits, pictures, bad input."""
+
+import csv
+import json
+import math
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "figures"))
+import dataset  # noqa: E402
+import reward_models  # noqa: E402
+from reward_models import average_precision, balanced, epic_distance, precision_recall  # noqa: E402
+
+import dqn_clip_cartpole  # noqa: E402
+import sac_clip_humanoid  # noqa: E402
+import sac_clip_mountaincar  # noqa: E402
+from clip_reward import CLIPReward, RewardModelError, contrastive_reward  # noqa: E402
+
+
+def call(module, monkeypatch, *arguments) -> int:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    try:
+        module.main()
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+# ---- The measures
+
+
+def direct_epic(reward: np.ndarray, label: np.ndarray, weight: np.ndarray, gamma: float, actions: int = 2) -> float:
+    """EPIC by its definition (Gleave et al., 2021, Definitions 4.1 and 4.7), over transitions (s, a, s').
+
+    States are drawn by `weight`, actions evenly; the coverage distribution is that of independent s, a, s'. Both rewards are R(s').
+    """
+    n = len(reward)
+
+    def canonical(r: np.ndarray) -> np.ndarray:
+        def R(s, a, s_next):
+            return r[s_next]
+
+        def expected(s):  # E[R(s, A, S')], A and S' drawn
+            return sum(weight[t] / actions * R(s, a, t) for a, t in product(range(actions), range(n)))
+
+        everywhere = sum(weight[s] * expected(s) for s in range(n))  # E[R(S, A, S')]
+        return np.array([
+            R(s, a, t) + gamma * expected(t) - expected(s) - gamma * everywhere
+            for s, a, t in product(range(n), range(actions), range(n))
+        ])  # fmt: skip
+
+    coverage = np.array([weight[s] / actions * weight[t] for s, _, t in product(range(n), range(actions), range(n))])
+    one, other = (c - (coverage * c).sum() for c in (canonical(reward), canonical(label)))
+    rho = (coverage * one * other).sum() / math.sqrt((coverage * one**2).sum() * (coverage * other**2).sum())
+    return math.sqrt((1 - rho) / 2)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_epic_distance_is_its_definition_over_transitions(seed, gamma):
+    rng = np.random.default_rng(seed)
+    reward, label, weight = rng.normal(size=7), np.array([0, 1, 0, 0, 1, 1, 0]), rng.random(7)
+    expected = direct_epic(reward, label.astype(float), weight / weight.sum(), gamma)
+    weighted = epic_distance(torch.tensor(reward), torch.tensor(label) == 1, torch.tensor(weight)[None])
+    assert weighted.shape == (1,) and weighted.item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_epic_distance_at_its_limits():
+    rng = torch.Generator().manual_seed(0)
+    label, weight = torch.rand(5000, generator=rng) < 0.3, torch.ones(1, 5000)
+    for scale, offset, expected in ((3.0, 5.0, 0), (1e-4, 0.3, 0), (-2.0, 1.0, 1)):
+        assert epic_distance(scale * label.float() + offset, label, weight).item() == pytest.approx(expected, abs=1e-3)
+    noise = torch.randn(5000, generator=rng)
+    assert epic_distance(noise, label, weight).item() == pytest.approx(math.sqrt(0.5), abs=0.02)
+
+
+def test_balanced_weights_are_a_dataset_with_as_many_goal_states_as_others():
+    rng = torch.Generator().manual_seed(0)
+    label = torch.rand(400, generator=rng) < 0.2
+    reward = label + torch.randn(400, generator=rng)
+    weight = balanced(torch.ones(1, 400, dtype=torch.float64), label)
+    n, others = int(label.sum()), int((~label).sum())
+    repeated = torch.cat([reward[label].repeat(others), reward[~label].repeat(n)])
+    labels = torch.cat([torch.ones(n * others), torch.zeros(n * others)])
+    rho = torch.corrcoef(torch.stack([repeated, labels]).double())[0, 1].item()
+    assert epic_distance(reward, label, weight).item() == pytest.approx(math.sqrt((1 - rho) / 2), abs=1e-6)
+    assert epic_distance(reward, label, weight) != epic_distance(reward, label, torch.ones(1, 400))
+
+
+def test_precision_and_recall_by_counting_with_ties():
+    rng = torch.Generator().manual_seed(0)
+    reward = torch.randint(12, (200,), generator=rng).float()  # many ties
+    label = torch.rand(200, generator=rng) < 0.1 + 0.06 * reward
+    precision, recall = precision_recall(reward, label)
+    thresholds = reward.unique().flip(0)
+    assert len(precision) == len(recall) == len(thresholds)
+    area, before = 0.0, 0.0
+    for beta, p, r in zip(thresholds, precision.tolist(), recall.tolist()):
+        found = reward >= beta
+        assert p == pytest.approx((label & found).sum().item() / found.sum().item())
+        assert r == pytest.approx((label & found).sum().item() / label.sum().item())
+        area, before = area + p * (r - before), r
+    assert average_precision(reward, label) == pytest.approx(area)
+    assert average_precision(label.float(), label) == 1
+    assert average_precision(torch.zeros(200), label) == pytest.approx(label.float().mean().item())
+
+
+# ---- Datasets
+
+
+@pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"])
+def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "data"
+    assert call(dataset, monkeypatch, "--script", script, "--states", 300, "--output", folder) == 0
+    settings, states, labels, people = dataset.load(folder)
+    assert settings["script"] == script and len(states) == len(labels) == 300 and people == 0
+    assert 0 < labels.float().mean() < 1
+    assert f"{labels.float().mean():.3f} of them goal states" in capsys.readouterr().out
+    with open(folder / "labels.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["frame", "label", "human_label"] and all(row["human_label"] == "" for row in rows)
+    if script == "sac_clip_humanoid":
+        scene = sac_clip_humanoid.Scene(8, 8, "realistic", "fixed", 1, 300, torch.device("cpu"))
+        expected = sac_clip_humanoid.kneeling(scene.draw(states)[1])
+        frame = sac_clip_humanoid.draw_large(states[7:8], 240, sac_clip_humanoid.Args())[0]
+    elif script == "sac_clip_mountaincar":
+        expected = states[:, 0] >= 0.45
+        frame = sac_clip_mountaincar.draw(states[7:8], 200, 300, "realistic")[0].permute(1, 2, 0).numpy()
+    else:
+        expected = torch.rad2deg(states[:, 2]).abs() <= 12
+        frame = dqn_clip_cartpole.draw(states[7:8], 200, 300)[0].permute(1, 2, 0).numpy()
+    assert torch.equal(labels, expected) and [row["label"] == "1" for row in rows] == expected.tolist()
+    assert np.array_equal(np.asarray(Image.open(folder / rows[7]["frame"])), frame)
+    assert len(list((folder / "frames").iterdir())) == 300 and len(list(tmp_path.iterdir())) == 1
+
+    rows[3]["human_label"] = "01"[not labels[3]]
+    rows[4]["human_label"] = f" {'01'[labels[4]]} "
+    with open(folder / "labels.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    _, _, judged, people = dataset.load(folder)
+    assert (
+        people == 2 and judged[3] != labels[3] and torch.equal(judged[4:], labels[4:]) and torch.equal(judged[:3], labels[:3])
+    )
+
+
+def fake_run(folder: Path, n: int = 50, seed: int = 0, **settings) -> torch.Tensor:
+    """A run folder of CartPole's script with n states -> these."""
+    states = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed)) * 0.3
+    settings = {"prompt": ("an upright pole",), "baseline_prompt": ("a pole",)} | settings
+    folder.mkdir(parents=True)
+    checkpoint = {"script": "dqn_clip_cartpole", "settings": settings, "rb": {"next_obs": states, "obs": 0 * states}}
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    return states
+
+
+def test_a_dataset_of_the_states_of_runs(tmp_path, monkeypatch):
+    both = torch.cat([fake_run(tmp_path / "a", seed=1), fake_run(tmp_path / "b", seed=2)])
+    runs = ["--run-dirs", tmp_path / "a", tmp_path / "b"]
+    for name, n in (("all", 100), ("some", 30), ("again", 30)):
+        assert call(dataset, monkeypatch, *runs, "--states", n, "--output", tmp_path / name) == 0
+    settings, states, labels, _ = dataset.load(tmp_path / "all")
+    assert settings["prompt"] == ["an upright pole"] and settings["baseline_prompt"] == ["a pole"]
+    assert sorted(states.tolist()) == sorted(both.tolist()) and torch.equal(
+        labels, dqn_clip_cartpole.ground_truth_reward(states) > 0
+    )
+    some, again = (dataset.load(tmp_path / name)[1] for name in ("some", "again"))
+    assert torch.equal(some, again) and len({tuple(state) for state in some.tolist()}) == 30
+
+
+def test_a_dataset_of_a_humanoids_run_takes_states_of_all_processes_and_the_look(tmp_path, monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    own = [
+        {"rb": {"states": torch.cat([torch.rand(20, 3, generator=rng), torch.randn(20, 21, generator=rng)], 1)}} for _ in "ab"
+    ]
+    settings = {"prompt": ("a robot",), "baseline_prompt": ("x",), "task": "standing-up", "camera": "original"}
+    settings |= {"textures": "original", "supersample": 1}
+    (tmp_path / "run").mkdir()
+    torch.save(
+        {"script": "sac_clip_humanoid", "settings": settings, **own[0], "others": own[1:]}, tmp_path / "run/checkpoint.pt"
+    )
+    assert call(dataset, monkeypatch, "--run-dirs", tmp_path / "run", "--states", 40, "--output", tmp_path / "data") == 0
+    loaded, states, labels, _ = dataset.load(tmp_path / "data")
+    assert (loaded["task"], loaded["textures"], loaded["camera"]) == ("standing-up", "original", "original")
+    assert sorted(states.tolist()) == sorted(torch.cat([one["rb"]["states"] for one in own]).tolist())
+    scene = sac_clip_humanoid.Scene(8, 8, "original", "original", 1, 40, torch.device("cpu"))
+    assert torch.equal(labels, sac_clip_humanoid.standing_up(scene.draw(states)[1]))
+
+
+def test_an_interrupted_dataset_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(states, settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dataset, "frames_for_people", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(dataset, monkeypatch, "--script", "dqn_clip_cartpole", "--output", tmp_path / "data")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ("", "give either --run-dirs or --script"),
+    ("--script dqn_clip_cartpole --run-dirs A", "give either --run-dirs or --script"),
+    ("--script dqn_clip_cartpole --states 0", "--states must be at least 1"),
+    ("--script dqn_clip_cartpole --output A", "A exists"),
+    ("--script dqn_clip_cartpole --output no/such/folder", "cannot write to no/such/folder"),
+    ("--script sac_clip_humanoid --task flying", "no task flying: there are kneeling"),
+    ("--run-dirs no/such/run", "no/such/run is no run folder"),
+    ("--run-dirs A B", "B differs from A in prompt"),
+    ("--run-dirs A --states 51", "hold 50 states: lower --states"),
+    ("--run-dirs EMPTY", "nothing has been played yet"),
+])  # fmt: skip
+def test_bad_input_of_a_dataset_is_one_line_and_nothing_is_written(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fake_run(Path("A"))
+    fake_run(Path("B"), prompt=("a fallen pole",))
+    fake_run(Path("EMPTY"), n=0)
+    left = sorted(tmp_path.rglob("*"))
+    output = [] if "--output" in arguments else ["--output", "new"]
+    with pytest.raises(dataset.DatasetError, match=expected) as error:
+        call(dataset, monkeypatch, *arguments.split(), *output)
+    assert "\n" not in str(error.value) and sorted(tmp_path.rglob("*")) == left and capsys.readouterr().out == ""
+
+
+# ---- The figure
+
+
+@pytest.fixture
+def cartpole(tmp_path, monkeypatch) -> Path:
+    assert call(dataset, monkeypatch, "--script", "dqn_clip_cartpole", "--states", 400, "--output", tmp_path / "data") == 0
+    return tmp_path / "data"
+
+
+def rows_of(path: Path) -> list[dict]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_table_sheet_and_kept_embeddings(cartpole, tmp_path, monkeypatch, capsys):
+    goal, baseline, negatives = "pole vertically upright on top of the cart", "pole and cart", ("a pole that fell", "a cart")
+    few = ["--goal-baseline-alpha", 0, 0.5, "--resamples", 200, "--precision", "fp32", "--output", tmp_path / "sheet.png"]
+    arguments = ["--dataset", cartpole, "--clip-model", "tiny", *few, "--negative-prompt", *negatives]
+    assert call(reward_models, monkeypatch, *arguments) == 0
+    assert Image.open(tmp_path / "sheet.png").width > 1000
+    rows, out = rows_of(tmp_path / "sheet.csv"), capsys.readouterr().out
+    assert [row["alpha"] for row in rows] == ["0", "0.5", "contrastive"] and {row["prompt"] for row in rows} == {goal}
+
+    _, states, label, _ = dataset.load(cartpole)
+    frames = dqn_clip_cartpole.draw(states, 64, 64)
+    models = [CLIPReward("tiny", goal, baseline, alpha) for alpha in (0.0, 0.5)]
+    rewards = [model(frames) for model in models]
+    texts = CLIPReward("tiny", goal, negative_prompts=negatives)
+    rewards.append(contrastive_reward(texts.embed(frames), texts.goal, texts.negatives, texts.temperature))
+    for row, reward in zip(rows, rewards):
+        rho = np.corrcoef(reward.double(), label.double())[0, 1]
+        assert float(row["epic"]) == pytest.approx(math.sqrt((1 - rho) / 2), abs=1e-4)
+        assert float(row["average_precision"]) == pytest.approx(average_precision(reward, label), abs=1e-3)
+        for name in ("epic", "epic_balanced"):
+            low, middle, high = (float(row[name + end]) for end in ("_low", "", "_high"))
+            assert low < middle < high < low + 0.12
+            assert f"{middle:.3f} ({low:.3f} to {high:.3f})" in out
+        assert float(row["goal_share"]) == pytest.approx(label.float().mean().item(), abs=1e-4) and row["states"] == "400"
+        assert int(row["parameters"]) == sum(p.numel() for p in models[0].model.parameters())
+
+    # More α, and prompts that are known, need no model; a person's labels count.
+    monkeypatch.setattr(reward_models, "CLIPReward", lambda *a, **k: pytest.fail("loaded a model"))
+    assert call(reward_models, monkeypatch, *arguments[:4], "--goal-baseline-alpha", 0.5, 1, *few[3:]) == 0
+    assert rows_of(tmp_path / "sheet.csv")[0]["epic"] == rows[1]["epic"]
+    labels = (cartpole / "labels.csv").read_text().replace(",1,\n", ",1,0\n", 40)
+    (cartpole / "labels.csv").write_text(labels.replace(",1,\r\n", ",1,0\r\n", 40))
+    assert call(reward_models, monkeypatch, *arguments[:4], *few) == 0
+    again = rows_of(tmp_path / "sheet.csv")[0]
+    assert again["human_labels"] == "40" and float(again["goal_share"]) == pytest.approx(
+        label.float().mean().item() - 0.1, abs=1e-4
+    )
+    assert float(again["epic"]) > float(rows[0]["epic"])
+
+
+def test_a_new_prompt_or_changed_weights_are_embedded_anew_and_frames_only_then(cartpole, tmp_path, monkeypatch):
+    import shutil
+
+    shutil.copytree(ROOT / "tiny_clip", tmp_path / "model", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    loads, draws = [], []
+    draw, model = dqn_clip_cartpole.draw, reward_models.CLIPReward
+    monkeypatch.setattr(dqn_clip_cartpole, "draw", lambda *a: draws.append(len(a[0])) or draw(*a))
+    monkeypatch.setattr(reward_models, "CLIPReward", lambda *a, **k: loads.append(1) or model(*a, **k))
+    arguments = ["--dataset", cartpole, "--clip-model", f"local-dir:{tmp_path / 'model'}", "--resamples", 5]
+    arguments += ["--goal-baseline-alpha", 0, "--output", tmp_path / "sheet.png", "--prompt"]
+    for prompts, loaded, drawn in ((["a pole"], 1, 400), (["a pole"], 0, 0), (["a pole", "a stick on a cart"], 1, 0)):
+        loads.clear(), draws.clear()
+        assert call(reward_models, monkeypatch, *arguments, *prompts) == 0
+        assert (len(loads), sum(draws)) == (loaded, drawn) and len(rows_of(tmp_path / "sheet.csv")) == len(prompts)
+    (tmp_path / "model" / "open_clip_model.safetensors").touch()
+    draws.clear()
+    assert call(reward_models, monkeypatch, *arguments, "a pole") == 0 and sum(draws) == 400
+
+
+@pytest.mark.parametrize("script", ["sac_clip_mountaincar", "sac_clip_humanoid"])
+def test_frames_are_embedded_as_the_script_draws_them(script, tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    assert call(dataset, monkeypatch, "--script", script, "--states", 200, "--output", folder) == 0
+    settings, states, _, _ = dataset.load(folder)
+    args = reward_models.Args(dataset=folder, device="cpu", precision="fp32")
+    embedded = reward_models.embed_dataset(args, "tiny", ["a robot"])
+    if script == "sac_clip_humanoid":
+        frames = sac_clip_humanoid.Scene(64, 64, "realistic", "fixed", 1, 128, torch.device("cpu")).draw(states)[0]
+    else:
+        frames = sac_clip_mountaincar.draw(states, 64, 64, "realistic")
+    expected = CLIPReward("tiny", "a robot").embed(frames)
+    torch.testing.assert_close(embedded["frames"], expected, atol=1e-4, rtol=0)
+    assert settings["textures"] == "realistic"
+
+
+def test_a_model_that_cannot_be_had_is_skipped_and_the_exit_code_tells(cartpole, tmp_path, monkeypatch, capsys):
+    arguments = ["--dataset", cartpole, "--resamples", 5, "--goal-baseline-alpha", 0, "--output", tmp_path / "sheet.png"]
+    assert call(reward_models, monkeypatch, *arguments, "--clip-model", "local-dir:/no/such", "tiny") == 1
+    captured = capsys.readouterr()
+    assert "reward_models.py: skipped local-dir:/no/such: no CLIP model in /no/such" in captured.err + captured.out
+    assert [row["model"] for row in rows_of(tmp_path / "sheet.csv")] == ["tiny"]
+    (tmp_path / "sheet.csv").unlink()
+    with pytest.raises(dataset.DatasetError, match="none of the models"):
+        call(reward_models, monkeypatch, *arguments, "--clip-model", "local-dir:/no/such")
+    assert not (tmp_path / "sheet.csv").exists()
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ("--dataset no/such", "no/such is no dataset"),
+    ("--dataset GOOD --output x.jpg", "must end in .png"),
+    ("--dataset GOOD --output no/such/x.png", "cannot write to"),
+    ("--dataset GOOD --goal-baseline-alpha 1.5", "between 0 and 1"),
+    ("--dataset GOOD --resamples 1", "--resamples must be at least 2"),
+    ("--dataset SHORT", "has 19 lines for 20 states"),
+    ("--dataset WRONG", "line 7: labels are 0 or 1, not 'yes'"),
+    ("--dataset FEW", "4 goal states of 20: at least 5"),
+    ("--dataset GOOD --prompt ''", "prompt is empty|none of the models"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_nothing_is_written(arguments, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, goals, person in (("GOOD", 10, ""), ("SHORT", 10, ""), ("WRONG", 10, "yes"), ("FEW", 4, "")):
+        Path(name).mkdir()
+        np.save(f"{name}/states.npy", np.zeros((20, 4), np.float32))
+        Path(f"{name}/dataset.json").write_text(
+            json.dumps({"script": "dqn_clip_cartpole", "prompt": ["a"], "baseline_prompt": ["b"]})
+        )
+        rows = [f"frames/{i}.png,{int(i < goals)},{person if i == 5 else ''}" for i in range(20 - (name == "SHORT"))]
+        Path(f"{name}/labels.csv").write_text("\n".join(["frame,label,human_label", *rows, ""]))
+    left = sorted(tmp_path.rglob("*"))
+    words = [word.strip("'") for word in arguments.split()]
+    with pytest.raises((dataset.DatasetError, RewardModelError), match=expected) as error:
+        call(reward_models, monkeypatch, *words)
+    assert "\n" not in str(error.value) and sorted(tmp_path.rglob("*")) == left
