@@ -1,32 +1,52 @@
-"""Makes what the README claims: trains what is missing, and writes its figures as CSV files into this folder.
+"""Makes what the README claims: trains what is missing and writes tables (CSV) and pictures into this folder and the README.
 
-python results/make.py                        # everything: days on a CPU of two cores
-python results/make.py --only table1          # one claim
-python results/make.py --only table1/kneeling # those of its runs whose names begin so
+python results/make.py                         # everything: days on two CPU cores
+python results/make.py --only table1           # one claim
+python results/make.py --only table1/kneeling  # those of its runs whose names begin so
+python results/make.py --only none             # nothing new: pictures and the README's tables from the CSV files
 
-A run that was interrupted goes on, one that is finished (in `--run-dir`) is not made again. Each finished run is one line of
-`runs.csv` (settings, seed, figures, versions) and as many of `curves.csv` as it had rounds.
+A run that was interrupted goes on; one that is finished (in `--run-dir`) is not made again. A finished run is a line in CLAIM.csv
+(settings, seed, figures, versions), a line a round in curves.csv, and a strip of frames.
 """
 
 import csv
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import torch
 import tyro
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-TASKS = ("kneeling", "lotus-position", "standing-up", "arms-raised", "doing-splits", "hands-on-hips", "arms-crossed", "standing-on-one-leg")  # fmt: skip
+
+# ---- What is claimed
+
 CARTPOLE, CAR, HUMANOID = "dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"
-PAPER_DQN = "--learning-rate 2.3e-3 --batch-size 32 --target-network-frequency 100"
+TASKS = {  # success in the paper's Table 1
+    "kneeling": "100 %",
+    "lotus-position": "100 %",
+    "standing-up": "100 %",
+    "arms-raised": "100 %",
+    "doing-splits": "100 %",
+    "hands-on-hips": "64 %",
+    "standing-on-one-leg": "0 %",
+    "arms-crossed": "0 %",
+}
 REWORDINGS = (
     "a humanoid robot on its knees",
     "a robot kneeling on the floor",
@@ -34,20 +54,23 @@ REWORDINGS = (
     "a robot resting on its two knees",
     "a humanoid in a kneeling pose",
 )
+LOOKS = {("original", "original"): "36 %", ("realistic", "original"): "91 %", ("realistic", "fixed"): "100 %"}  # Figure 3
+LADDER = (8, 16, 24, 32)  # widths of tiny_clip's image encoder
 
-# What is trained, claim/name_SEED: script and options. A run that several claims need stands under the first.
+# CLAIM/name_SEED: script and options.
 RUNS = {f"cartpole/default_{seed}": (CARTPOLE, f"--seed {seed}") for seed in (1, 2, 3, 4, 5)}
+PAPER_DQN = "--learning-rate 2.3e-3 --batch-size 32 --target-network-frequency 100"
 RUNS |= {f"cartpole/paper_{seed}": (CARTPOLE, f"{PAPER_DQN} --seed {seed}") for seed in (1, 2, 3)}
 RUNS |= {f"mountaincar/default_{seed}": (CAR, f"--seed {seed}") for seed in (1, 2, 3, 4, 5)}
 RUNS |= {
-    f"mountaincar/{textures}_{alpha}_{seed}": (CAR, f"--textures {textures} --goal-baseline-alpha {alpha} --seed {seed}")
+    f"mountaincar/{textures}-{alpha}_{seed}": (CAR, f"--textures {textures} --goal-baseline-alpha {alpha} --seed {seed}")
     for textures, alpha in (("plain", 0), ("plain", 0.5), ("plain", 1), ("realistic", 0), ("realistic", 1))
     for seed in (1, 2, 3)
 }
 RUNS |= {f"mountaincar/truth_{seed}": (CAR, f"--reward ground-truth --seed {seed}") for seed in (1, 2, 3)}
 RUNS |= {f"table1/{task}_{seed}": (HUMANOID, f"--task {task} --seed {seed}") for seed in (1, 2, 3) for task in TASKS}
 RUNS |= {
-    f"figure3/{textures}_{camera}_1": (HUMANOID, f"--task kneeling --textures {textures} --camera {camera} --seed 1")
+    f"figure3/{textures}-{camera}_1": (HUMANOID, f"--task kneeling --textures {textures} --camera {camera} --seed 1")
     for textures, camera in (("original", "original"), ("original", "fixed"), ("realistic", "original"))
 }
 RUNS |= {
@@ -55,24 +78,50 @@ RUNS |= {
     for k, prompt in enumerate(REWORDINGS, 1)
 }
 RUNS |= {f"paper/kneeling_{seed}": (HUMANOID, f"--paper --total-timesteps 256000 --seed {seed}") for seed in (1, 2, 3)}
+RUNS |= {
+    "contrastive/cartpole_1": (CARTPOLE, "--reward contrastive --seed 1"),
+    "contrastive/kneeling_1": (HUMANOID, "--reward contrastive --task kneeling --seed 1"),
+}
+RUNS |= {
+    f"ladder/width-{width}_{seed}": (
+        HUMANOID,
+        f"--task kneeling --seed {seed} --clip-model local-dir:{{ladder}}/width_{width}",
+    )
+    for width in (min(LADDER), max(LADDER))
+    for seed in (1, 2)
+}
+
+# What is not trained but printed as a table by one of the other programs.
+VIT = "--models ViT-B-32 --rounds 1 --repetitions 2 --clip-batch-size 32"
+COMMANDS = {
+    "throughput": "benchmarks/throughput.py --models tiny",
+    "throughput_vit_bf16": f"benchmarks/throughput.py {VIT} --precisions bf16 --steps-per-round 1600",
+    "throughput_vit_fp32": f"benchmarks/throughput.py {VIT} --precisions fp32 --steps-per-round 800",
+    "growth": "benchmarks/throughput.py --models tiny --num-envs 8 64 512 4096 --steps-per-round 8192 --rounds 1 --repetitions 1",
+    "compare": "benchmarks/compare.py",
+    "compare_vit": "benchmarks/compare.py --scripts sac_clip_humanoid --clip-model ViT-B-32 --rounds 1 --plain-episodes 2",
+}
 
 
 @dataclass
 class Args:
-    """Train what is missing, one run after the other, and write results/."""
+    """Train what is missing, one run after the other, and write results/ and the README's tables."""
 
     only: tuple[str, ...] = ()
     """claims, or beginnings of the names of runs (default: all)"""
-    kept: bool = False
-    """do not make again what already has its line in runs.csv, even if its run folder is not here"""
+    missing: bool = False
+    """only what has no line in the CSV files yet (default: also what has one, but no run folder here)"""
     clip_model: str = "tiny"
-    """train with this model instead; what comes out goes into a folder of its own"""
+    """train with this model instead; what comes out goes into a folder of its own, not into the README"""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """cpu or cuda"""
     run_dir: Path = ROOT / "runs" / "results"
     """where the runs are trained"""
     output: Path = HERE
-    """folder of the CSV files"""
+    """folder of the CSV files and pictures"""
+
+
+# ---- Files
 
 
 def read(path: Path) -> list[dict]:
@@ -92,61 +141,352 @@ def write(path: Path, rows: list[dict]) -> None:
     os.replace(temporary, path)
 
 
+def replace_rows(path: Path, new: list[dict]) -> None:
+    """Put the lines of one run in the place of those that it had."""
+    order = {name: k for k, name in enumerate(RUNS)}
+    rows = [old for old in read(path) if old["run"] != new[0]["run"] and old["run"] in order] + new
+    write(path, sorted(rows, key=lambda row: order[row["run"]]))
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
 def store(name: str, run_dir: Path, output: Path) -> dict:
-    """Write a finished run into runs.csv and curves.csv -> its line of runs.csv, in place of the one that was there."""
+    """A finished run -> its line in CLAIM.csv; writes that, its curves and its strip of frames."""
     script, options = RUNS[name]
     result = json.loads((run_dir / "result.json").read_text())
+    settings = result["settings"]
     events = EventAccumulator(str(run_dir), {"scalars": 0}).Reload()
-    charts = {tag: events.Scalars(f"charts/{tag}") for tag in ("clip_return", "ground_truth_return", "success_rate")}
+    tags = ("clip_return", "ground_truth_return", "success_rate")
     rounds = [
-        {"run": name, "step": points[0].step} | {tag: f"{point.value:.4g}" for tag, point in zip(charts, points)}
-        for points in zip(*charts.values())
+        {"run": name, "step": points[0].step} | {tag: f"{point.value:.4g}" for tag, point in zip(tags, points)}
+        for points in zip(*(events.Scalars(f"charts/{tag}") for tag in tags))
     ]
-    late = [float(point["success_rate"]) for point in rounds[len(rounds) // 2 :]]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    row = {"run": name, "script": script, "options": options, "clip_model": result["settings"]["clip_model"]}
-    row |= {tag: f"{result[tag]:.2f}" for tag in ("success_rate", "clip_return", "ground_truth_return")}
-    row |= {"late_success_rate": f"{sum(late) / len(late):.2f}", "steps_per_second": f"{result['steps_per_second']:.0f}"}
-    row |= {"episodes": result["settings"]["episodes"], "precision": result["settings"]["precision"]}
-    row |= {"device": f"{result['settings']['device']}, {torch.get_num_threads()} {platform.machine()} cores"}
-    row |= {"versions": " ".join(f"{k} {v}" for k, v in result["versions"].items()), "commit": commit.strip()}
-    order = {name: k for k, name in enumerate(RUNS)}
-    for path, new in ((output / "runs.csv", [row]), (output / "curves.csv", rounds)):
-        rows = [old for old in read(path) if old["run"] != name and old["run"] in order] + new
-        write(path, sorted(rows, key=lambda row: order[row["run"]]))
+    row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
+    row |= {"steps_per_second": f"{result['steps_per_second']:.0f}", "episodes": settings["episodes"]}
+    row |= {
+        "script": script,
+        "options": options,
+        "prompt": "; ".join(settings["prompt"]),
+        "clip_model": settings["clip_model"],
+    }
+    row |= {"precision": settings["precision"], "device": f"{settings['device']}, {torch.get_num_threads()} cores"}
+    row |= {"machine": platform.machine(), "commit": commit()}
+    row |= {"versions": " ".join(f"{package} {number}" for package, number in result["versions"].items())}
+    row["clip_model"] = "tiny" if row["clip_model"] == "tiny" else Path(row["clip_model"]).name
+    replace_rows(output / f"{name.partition('/')[0]}.csv", [row])
+    replace_rows(output / "curves.csv", rounds)
+    with Image.open(run_dir / "result.png") as sheet:  # the first episode: eight frames side by side, some with rewards below
+        strip = sheet.crop((0, 0, sheet.width, min(sheet.height, 262)))
+        (output / "frames" / name).parent.mkdir(parents=True, exist_ok=True)
+        strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS).convert("RGB").save(
+            output / "frames" / f"{name}.jpg", quality=85
+        )
     return row
+
+
+def store_table(name: str, text: str, output: Path) -> None:
+    """A program's Markdown table -> NAME.csv, with the line above it, the command, and the commit."""
+    lines = text.splitlines()
+    first = next(k for k, line in enumerate(lines) if line.startswith("|"))
+    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[first:] if line.startswith("| ")]
+    about = {"machine": lines[first - 1] if first else "", "command": COMMANDS[name], "commit": commit()}
+    write(output / f"{name}.csv", [dict(zip(table[0], cells)) | about for cells in table[1:]])
+
+
+# ---- The README's tables, each a function of the CSV files
+
+
+def markdown(head: str, rows: list[list]) -> str:
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
+
+
+def curve(output: Path, run: str) -> list[tuple[int, float, float]]:
+    """-> steps, CLIP return and success rate of each round."""
+    return [
+        (int(r["step"]), float(r["clip_return"]), float(r["success_rate"]))
+        for r in read(output / "curves.csv")
+        if r["run"] == run
+    ]
+
+
+def late_success(output: Path, run: str) -> str:
+    """Mean over the second half of the rounds, played with exploration."""
+    successes = [success for _, _, success in curve(output, run)]
+    return f"{mean(successes[len(successes) // 2 :]):.2f}"
+
+
+def learned_at(output: Path, run: str) -> str:
+    return next((f"{step / 1000:.0f}k" for step, _, success in curve(output, run) if success >= 0.9), "never")
+
+
+def some(output: Path, beginning: str) -> list[dict]:
+    """The lines of the runs whose names begin so."""
+    return [row for row in read(output / f"{beginning.partition('/')[0]}.csv") if row["run"].startswith(beginning)]
+
+
+def seeds_table(beginning: str) -> Callable[[Path], str]:
+    def table(output: Path) -> str:
+        head = "seed | success rate | CLIP return | ground-truth return | success in the second half of training | steps/s"
+        columns = ("success_rate", "clip_return", "ground_truth_return")
+        rows = [
+            [row["seed"], *(row[c] for c in columns), late_success(output, row["run"]), row["steps_per_second"]]
+            for row in some(output, beginning)
+        ]
+        return markdown(head, rows)
+
+    return table
+
+
+def table1(output: Path) -> str:
+    rows = []
+    for task, paper in TASKS.items():
+        runs = some(output, f"table1/{task}_")
+        late = [late_success(output, row["run"]) for row in runs]
+        columns = ([row[c] for row in runs] for c in ("seed", "success_rate", "clip_return", "ground_truth_return"))
+        rows.append([task, paper, *(", ".join(c) for c in (*columns, late))])
+    head = "task | paper, ViT-bigG-14 | seeds | success rate, `tiny` | CLIP return | steps of 100 in which the condition holds"
+    return markdown(head + " | success in the second half of training", rows)
+
+
+def alpha_table(output: Path) -> str:
+    cells = {}
+    for row in some(output, "mountaincar/"):
+        found = re.search(r"--textures (\w+) --goal-baseline-alpha ([\d.]+)", row["options"])
+        cell = found.groups() if found else ("realistic", "0.5") if "/default_" in row["run"] else None
+        if cell and int(row["seed"]) <= 3:
+            cells.setdefault((cell[0], float(cell[1])), []).append(row)
+    rows = [
+        [
+            *(textures, f"{alpha:g}", ", ".join(row["seed"] for row in runs)),
+            ", ".join(row["success_rate"] for row in runs),
+            ", ".join(learned_at(output, row["run"]) for row in runs),
+            ", ".join(late_success(output, row["run"]) for row in runs),
+        ]
+        for (textures, alpha), runs in sorted(cells.items())
+    ]
+    head = "textures | α | seeds | success rate | steps to 90 % success | success in the second half of training"
+    return markdown(head, rows)
+
+
+def figure3(output: Path) -> str:
+    rows = []
+    for textures in ("original", "realistic"):
+        for camera in ("original", "fixed"):
+            default = (textures, camera) == ("realistic", "fixed")
+            for row in some(output, "table1/kneeling_1" if default else f"figure3/{textures}-{camera}_"):
+                columns = (row["seed"], row["success_rate"], row["clip_return"], late_success(output, row["run"]))
+                rows.append([textures, camera, LOOKS.get((textures, camera), "not given"), *columns])
+    head = "textures | camera | paper | seed | success rate, `tiny` | CLIP return | success in the second half of training"
+    return markdown(head, rows)
+
+
+def prompts_table(output: Path) -> str:
+    runs = [*some(output, "table1/kneeling_1"), *some(output, "prompts/")]
+    rows = [[f"“{r['prompt']}”", r["seed"], r["success_rate"], r["clip_return"], late_success(output, r["run"])] for r in runs]
+    return markdown("prompt | seed | success rate | CLIP return | success in the second half of training", rows)
+
+
+def paper_table(output: Path) -> str:
+    rows = []
+    for name, beginning in (("defaults", "table1/kneeling_"), ("`--paper`", "paper/kneeling_")):
+        runs = some(output, beginning)
+        early = [[point for point in curve(output, row["run"]) if point[0] <= 160_000][-5:] for row in runs]
+        cells = [", ".join(f"{mean(point[k] for point in points):.2f}" for points in early) for k in (1, 2)]
+        rows.append([name, ", ".join(r["seed"] for r in runs), *cells, ", ".join(r["success_rate"] for r in runs)])
+    head = "settings | seeds | CLIP return before 160,000 steps | success rate before 160,000 steps | success rate of the best policy"
+    return markdown(head, rows)
+
+
+def rows_table(beginning: str) -> Callable[[Path], str]:
+    """One line a run, with its options."""
+
+    def table(output: Path) -> str:
+        columns = ("seed", "success_rate", "clip_return", "ground_truth_return")
+        rows = [
+            [
+                f"`{r['script']}.py {re.sub('{ladder}/', '', r['options'])}`",
+                *(r[c] for c in columns),
+                late_success(output, r["run"]),
+            ]
+            for r in some(output, beginning)
+        ]
+        head = "run | seed | success rate | CLIP return | ground-truth return | success in the second half of training"
+        return markdown(head, rows)
+
+    return table
+
+
+def printed_table(*names: str) -> Callable[[Path], str]:
+    """What the programs printed, without the columns about how."""
+
+    def table(output: Path) -> str:
+        rows = [row for name in names for row in read(output / f"{name}.csv")]
+        keep = [column for column in (rows or [{}])[0] if column not in ("machine", "command", "commit")]
+        return markdown(" | ".join(keep), [[row[column] for column in keep] for row in rows])
+
+    return table
+
+
+TABLES = {
+    "cartpole": seeds_table("cartpole/default_"),
+    "cartpole_paper": seeds_table("cartpole/paper_"),
+    "mountaincar": seeds_table("mountaincar/default_"),
+    "truth": seeds_table("mountaincar/truth_"),
+    "alpha": alpha_table,
+    "table1": table1,
+    "figure3": figure3,
+    "prompts": prompts_table,
+    "paper": paper_table,
+    "contrastive": rows_table("contrastive/"),
+    "ladder": rows_table("ladder/"),
+    "throughput": printed_table("throughput", "throughput_vit_bf16", "throughput_vit_fp32"),
+    "growth": printed_table("growth"),
+    "compare": printed_table("compare", "compare_vit"),
+}
+
+
+def fill_in(readme: str, output: Path = HERE) -> str:
+    """The README with each table between `<!-- results: NAME -->` and `<!-- end -->` made anew."""
+    pattern = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda found: f"{found[1]}{TABLES[found[2]](output)}\n{found[3]}", readme)
+
+
+# ---- Pictures
+
+
+def draw_curves(output: Path, claim: str, title: str, start: Image.Image | None = None) -> None:
+    """CLAIM.png: CLIP return and success over the steps of the runs CLAIM/default_*, above frames of the best policy."""
+    runs = some(output, f"{claim}/default_")
+    if not runs:
+        return
+    figure = plt.figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplot_mosaic([["return", "success"], ["frames"] * 2], height_ratios=[3, 1])
+    for row in runs:
+        steps, returns, successes = zip(*curve(output, row["run"]))
+        axes["return"].plot(steps, returns, linewidth=0.8, alpha=0.8)
+        axes["success"].plot(steps, successes, linewidth=0.8, alpha=0.8, label=f"seed {row['seed']}")
+    axes["return"].set(title="CLIP return (what the agent learns from)", xlabel="environment steps")
+    axes["success"].set(title="success rate (never shown to it)", xlabel="environment steps")
+    axes["success"].legend(fontsize="small")
+    for name in ("return", "success"):
+        axes[name].grid(alpha=0.3)
+    axes["frames"].imshow(Image.open(output / "frames" / f"{runs[0]['run']}.jpg"))
+    axes["frames"].set_title(f"an episode after training, seed {runs[0]['seed']}", fontsize="small")
+    axes["frames"].axis("off")
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(output / f"{claim}.png", dpi=100)
+    plt.close(figure)
+
+
+def draw_table1(output: Path) -> None:
+    """table1.png: for each task an episode of the seed with the highest success."""
+    best = {task: max(some(output, f"table1/{task}_"), key=lambda r: float(r["success_rate"]), default=None) for task in TASKS}
+    best = {task: row for task, row in best.items() if row}
+    if not best:
+        return
+    figure, axes = plt.subplots(len(best), 1, figsize=(11, 1.72 * len(best)), layout="constrained", squeeze=False)
+    for axis, (task, row) in zip(axes.flat, best.items()):
+        axis.imshow(Image.open(output / "frames" / f"{row['run']}.jpg"))
+        axis.set_title(f"“{row['prompt']}” (seed {row['seed']}: success {row['success_rate']})", fontsize="small")
+        axis.axis("off")
+    figure.savefig(output / "table1.png", dpi=100)
+    plt.close(figure)
+
+
+def draw_hacking(output: Path) -> None:
+    """hacking.png: CLIP return and success over training, a panel for each kind of run, all its seeds in it."""
+    kinds = {}
+    for name in RUNS:
+        points = curve(output, name)
+        if points:
+            kinds.setdefault(name.rpartition("_")[0], []).append(points)
+    if not kinds:
+        return
+    columns = 6
+    figure, axes = plt.subplots(
+        -(-len(kinds) // columns), columns, figsize=(15, 2.1 * -(-len(kinds) // columns)), squeeze=False
+    )
+    for axis, (kind, runs) in zip(axes.flat, kinds.items()):
+        twin = axis.twinx()
+        for points in runs:
+            steps, returns, successes = zip(*((step / 1000, *values) for step, *values in points))
+            axis.plot(steps, returns, "tab:blue", linewidth=0.7)
+            twin.plot(steps, successes, "tab:orange", linewidth=0.7)
+        twin.set_ylim(-0.05, 1.05)
+        axis.set_title(kind, fontsize="x-small")
+        for side, colour in ((axis, "tab:blue"), (twin, "tab:orange")):
+            side.tick_params(labelsize="xx-small")
+            side.tick_params(axis="y", labelcolor=colour)
+    for axis in axes.flat[len(kinds) :]:
+        axis.remove()
+    figure.suptitle("CLIP return (blue), success rate (orange); thousand steps; a line a seed", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(output / "hacking.png", dpi=90)
+    plt.close(figure)
+
+
+# ---- Making it
 
 
 def main() -> None:
     args = tyro.cli(Args)
+    main_set = args.clip_model == "tiny" and args.output.resolve() == HERE
     if args.clip_model != "tiny":
-        folder = "".join(c if c.isalnum() else "_" for c in args.clip_model)
+        folder = re.sub(r"\W+", "_", args.clip_model)
         args.run_dir, args.output = args.run_dir / folder, args.output / folder
-    unknown = [name for name in args.only if not any(run.startswith(name) for run in RUNS)]
+    only = () if args.only == ("none",) else args.only
+    unknown = [name for name in only if not any(other.startswith(name) for other in (*RUNS, *COMMANDS))]
     if unknown:
-        print(f"make.py: error: no run begins with {unknown[0]}; there are {', '.join(RUNS)}", file=sys.stderr)
+        print(f"make.py: error: nothing begins with {unknown[0]}; there are {', '.join((*RUNS, *COMMANDS))}", file=sys.stderr)
         sys.exit(2)
     args.output.mkdir(parents=True, exist_ok=True)
-    there = {row["run"]: row for row in read(args.output / "runs.csv")}
-    names = [name for name in RUNS if not args.only or name.startswith(args.only)]
-    progress = tqdm(names, unit="run")
+    names = [name for name in (*RUNS, *COMMANDS) if args.only != ("none",) and (not only or name.startswith(only))]
+    if args.clip_model != "tiny":
+        names = [name for name in names if name in RUNS and not name.startswith("ladder/")]
+    ladder = args.run_dir.parent / "ladder"
+    progress = tqdm(names, unit="run", disable=not names)
     for name in progress:
         progress.set_description(name)
-        run_dir, (script, options) = args.run_dir / name, RUNS[name]
-        if args.kept and name in there:
+        stored = {row["run"]: row for row in read(args.output / f"{name.partition('/')[0]}.csv") if "run" in row}
+        if args.missing and (name in stored or name in COMMANDS and (args.output / f"{name}.csv").is_file()):
             continue
+        if name in COMMANDS:
+            done = subprocess.run([sys.executable, *COMMANDS[name].split()], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                sys.exit(done.returncode)
+            store_table(name, done.stdout, args.output)
+            continue
+        if name.startswith("ladder/") and not (ladder / f"width_{max(LADDER)}").is_dir():
+            resume = ["--resume"] if (ladder / "training.pt").is_file() else []
+            command = [ROOT / "tiny_clip" / "train.py", "--widths", *map(str, LADDER), "--output", ladder, *resume]
+            if code := subprocess.run([sys.executable, *command]).returncode:
+                sys.exit(code)
+        run_dir, (script, options) = args.run_dir / name, RUNS[name]
         if not (run_dir / "result.json").is_file():
-            first, _, prompt = options.partition(" --prompt=")
-            new = [*first.split(), *(["--prompt", prompt] if prompt else []), "--clip-model", args.clip_model]
-            new += ["--device", args.device, "--run-dir", run_dir]
-            resume = ["--resume", run_dir] if (run_dir / "checkpoint.pt").is_file() else new
-            code = subprocess.run([sys.executable, ROOT / f"{script}.py", *resume]).returncode
-            if code:
+            options, _, prompt = options.partition(" --prompt=")  # always the last
+            words = [word.format(ladder=ladder) for word in options.split()] + (["--prompt", prompt] if prompt else [])
+            words += [] if "--clip-model" in words else ["--clip-model", args.clip_model]
+            words += ["--device", args.device, "--run-dir", run_dir]
+            words = ["--resume", run_dir] if (run_dir / "checkpoint.pt").is_file() else words
+            if code := subprocess.run([sys.executable, ROOT / f"{script}.py", *words]).returncode:
                 sys.exit(code)  # it has said why; if it was interrupted, the next call goes on with it
         row = store(name, run_dir, args.output)
-        stored = f", stored before: {there[name]['success_rate']}" if name in there else ""
-        tqdm.write(f"{name}: success rate {row['success_rate']}{stored}")
+        before = f" (stored before: {stored[name]['success_rate']})" if name in stored else ""
+        tqdm.write(f"{name}: success rate {row['success_rate']}{before}, CLIP return {row['clip_return']}")
+    draw_curves(args.output, "cartpole", "CartPole: “pole vertically upright on top of the cart”")
+    draw_curves(args.output, "mountaincar", "MountainCar: “a car at the peak of the mountain, next to the yellow flag”")
+    draw_table1(args.output)
+    draw_hacking(args.output)
+    if main_set:
+        (ROOT / "README.md").write_text(fill_in((ROOT / "README.md").read_text()))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -16,7 +16,7 @@ import train  # noqa: E402
 import dqn_clip_cartpole  # noqa: E402
 import sac_clip_humanoid  # noqa: E402
 import sac_clip_mountaincar  # noqa: E402
-from clip_reward import CLIPReward  # noqa: E402
+from clip_reward import CLIPReward, RewardModelError  # noqa: E402
 
 PAPER = {
     "pole vertically upright on top of the cart",
