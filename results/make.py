@@ -101,6 +101,8 @@ COMMANDS = {
     "compare": "benchmarks/compare.py",
     "compare_vit": "benchmarks/compare.py --scripts sac_clip_humanoid --clip-model ViT-B-32 --rounds 1 --plain-episodes 2",
 }
+# Reward models judged on the states of these runs: figures/reward_models.py's own CSV file and sheet, reward_models_TASK.
+SHEETS = {f"reward_models_{task}": [f"table1/{task}_{seed}" for seed in (1, 2, 3)] for task in TASKS}
 
 
 @dataclass
@@ -320,6 +322,53 @@ def rows_table(beginning: str) -> Callable[[Path], str]:
     return table
 
 
+def best_alpha(rows: list[dict]) -> dict:
+    return min((row for row in rows if row["alpha"] != "contrastive"), key=lambda row: float(row["epic_balanced"]))
+
+
+def interval(row: dict, name: str) -> str:
+    return " to ".join(f"{float(row[f'{name}_{end}']):.3f}" for end in ("low", "high")).join(
+        (f"{float(row[name]):.3f} (", ")")
+    )
+
+
+def agreement_table(output: Path) -> str:
+    """The tasks, with the bundled model."""
+    rows = []
+    for task in TASKS:
+        found = [row for row in read(output / f"reward_models_{task}.csv") if row["model"] == "tiny"]
+        if found:
+            zero, best = next(row for row in found if row["alpha"] == "0"), best_alpha(found)
+            rows.append(
+                [
+                    task,
+                    zero["states"],
+                    f"{float(zero['goal_share']):.2f}",
+                    interval(zero, "epic"),
+                    interval(zero, "epic_balanced"),
+                ]
+            )
+            rows[-1] += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})", f"{float(zero['average_precision']):.3f}"]
+    head = "task | states | goal states | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
+    return markdown(head + " | average precision", rows)
+
+
+def figure4(output: Path) -> str:
+    """Kneeling, models of several sizes."""
+    found, rows = read(output / "reward_models_kneeling.csv"), []
+    for model in dict.fromkeys(row["model"] for row in found):
+        own = [row for row in found if row["model"] == model]
+        zero, best = next(row for row in own if row["alpha"] == "0"), best_alpha(own)
+        name = "`tiny`, bundled" if model == "tiny" else Path(model).name.replace("_", " ")
+        size = [f"{int(zero[kind]) / 1e6:.1f} M" for kind in ("parameters", "image_parameters")]
+        trained = some(output, f"ladder/{name.replace(' ', '-')}_") if model != "tiny" else some(output, "table1/kneeling_")
+        rows.append([name, *size, interval(zero, "epic"), interval(zero, "epic_balanced")])
+        rows[-1] += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})", f"{float(zero['average_precision']):.3f}"]
+        rows[-1] += [", ".join(row["success_rate"] for row in trained) or "not trained"]
+    head = "model | parameters | of the image encoder | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
+    return markdown(head + " | average precision | success rate after training, a seed each", rows)
+
+
 def printed_table(*names: str) -> Callable[[Path], str]:
     """What the programs printed, without the columns about how."""
 
@@ -342,7 +391,8 @@ TABLES = {
     "prompts": prompts_table,
     "paper": paper_table,
     "contrastive": rows_table("contrastive/"),
-    "ladder": rows_table("ladder/"),
+    "agreement": agreement_table,
+    "figure4": figure4,
     "throughput": printed_table("throughput", "throughput_vit_bf16", "throughput_vit_fp32"),
     "growth": printed_table("growth"),
     "compare": printed_table("compare", "compare_vit"),
@@ -389,7 +439,7 @@ def draw_table1(output: Path) -> None:
     if not best:
         return
     figure, axes = plt.subplots(len(best), 1, figsize=(11, 1.72 * len(best)), layout="constrained", squeeze=False)
-    for axis, (task, row) in zip(axes.flat, best.items()):
+    for axis, row in zip(axes.flat, best.values()):
         axis.imshow(Image.open(output / "frames" / f"{row['run']}.jpg"))
         axis.set_title(f"“{row['prompt']}” (seed {row['seed']}: success {row['success_rate']})", fontsize="small")
         axis.axis("off")
@@ -432,19 +482,41 @@ def draw_hacking(output: Path) -> None:
 # ---- Making it
 
 
+def judge(name: str, args: Args, ladder: Path) -> int:
+    """A sheet of reward models, from those of its runs that are finished here -> exit code."""
+    run_dirs = [args.run_dir / run for run in SHEETS[name] if (args.run_dir / run / "result.json").is_file()]
+    if not run_dirs:
+        tqdm.write(f"{name}: none of its runs is here; its figures are left as they are")
+        return 0
+    dataset, script = args.run_dir / "datasets" / name, ROOT / "figures"
+    dataset.parent.mkdir(exist_ok=True)
+    if not dataset.is_dir():
+        command = [script / "dataset.py", "--run-dirs", *run_dirs, "--states", "4000", "--output", dataset]
+        if code := subprocess.run([sys.executable, *command]).returncode:
+            return code
+    models = [args.clip_model]
+    if name == "reward_models_kneeling" and args.clip_model == "tiny":
+        models += [f"local-dir:{os.path.relpath(ladder, ROOT)}/width_{width}" for width in LADDER]
+    command = [script / "reward_models.py", "--dataset", dataset, "--clip-model", *models, "--device", args.device]
+    code = subprocess.run([sys.executable, *command, "--output", args.output / f"{name}.png"], cwd=ROOT).returncode
+    return code if code != 1 else 0  # 1: a model was skipped, which it has said
+
+
 def main() -> None:
     args = tyro.cli(Args)
-    main_set = args.clip_model == "tiny" and args.output.resolve() == HERE
+    args.run_dir, args.output = args.run_dir.resolve(), args.output.resolve()
+    main_set = args.clip_model == "tiny" and args.output == HERE
     if args.clip_model != "tiny":
         folder = re.sub(r"\W+", "_", args.clip_model)
         args.run_dir, args.output = args.run_dir / folder, args.output / folder
     only = () if args.only == ("none",) else args.only
-    unknown = [name for name in only if not any(other.startswith(name) for other in (*RUNS, *COMMANDS))]
+    everything = (*RUNS, *SHEETS, *COMMANDS)
+    unknown = [name for name in only if not any(other.startswith(name) for other in everything)]
     if unknown:
-        print(f"make.py: error: nothing begins with {unknown[0]}; there are {', '.join((*RUNS, *COMMANDS))}", file=sys.stderr)
+        print(f"make.py: error: nothing begins with {unknown[0]}; there are {', '.join(everything)}", file=sys.stderr)
         sys.exit(2)
     args.output.mkdir(parents=True, exist_ok=True)
-    names = [name for name in (*RUNS, *COMMANDS) if args.only != ("none",) and (not only or name.startswith(only))]
+    names = [name for name in everything if args.only != ("none",) and (not only or name.startswith(only))]
     if args.clip_model != "tiny":
         names = [name for name in names if name in RUNS and not name.startswith("ladder/")]
     ladder = args.run_dir.parent / "ladder"
@@ -452,13 +524,17 @@ def main() -> None:
     for name in progress:
         progress.set_description(name)
         stored = {row["run"]: row for row in read(args.output / f"{name.partition('/')[0]}.csv") if "run" in row}
-        if args.missing and (name in stored or name in COMMANDS and (args.output / f"{name}.csv").is_file()):
+        if args.missing and (name in stored or name not in RUNS and (args.output / f"{name}.csv").is_file()):
             continue
         if name in COMMANDS:
             done = subprocess.run([sys.executable, *COMMANDS[name].split()], cwd=ROOT, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 sys.exit(done.returncode)
             store_table(name, done.stdout, args.output)
+            continue
+        if name in SHEETS:
+            if code := judge(name, args, ladder):
+                sys.exit(code)
             continue
         if name.startswith("ladder/") and not (ladder / f"width_{max(LADDER)}").is_dir():
             resume = ["--resume"] if (ladder / "training.pt").is_file() else []
