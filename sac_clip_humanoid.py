@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
-import warp as wp
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -46,8 +45,7 @@ from tqdm import tqdm, trange
 
 from clip_reward import CLIPReward, RewardModelError, native_precision
 
-wp.config.log_level = wp.LOG_WARNING  # or it reports each kernel that it compiles or finds in its cache
-# mujoco_warp is imported where it is used: that takes seconds, and --help does not need it.
+# warp and mujoco_warp are imported where they are used: that takes seconds, and --help does not need them.
 
 SCRIPT = Path(__file__).stem
 THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
@@ -360,6 +358,9 @@ class Scene:
     def __init__(
         self, height: int, width: int, textures: str, camera: str, supersample: int, batch_size: int, device: torch.device
     ):
+        import warp as wp
+
+        wp.config.log_level = wp.LOG_WARNING  # or it reports each kernel that it compiles or finds in its cache
         import mujoco_warp
 
         self.height, self.width, self.batch_size, self.device = height, width, batch_size, device
@@ -382,6 +383,7 @@ class Scene:
     def draw(self, states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """States (N, 24) -> frames (N, 3, height, width) uint8, and where each point of the body is (N, 3), m, by its name."""
         import mujoco_warp
+        import warp as wp
 
         frames = torch.empty(len(states), 3, self.height, self.width, dtype=torch.uint8, device=self.device)
         points = torch.empty(len(states), len(self.geoms) + len(self.bodies), 3, device=self.device)

@@ -179,7 +179,7 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
     names = [
         f"{row['model']}\n“{row['prompt']}”" if len({r["prompt"] for r, _ in best}) > 1 else row["model"] for row, _ in best
     ]
-    colours = plt.cm.viridis(torch.linspace(0, 0.85, len(best)))
+    colours = plt.cm.viridis(torch.linspace(0, 0.85, len(best)).tolist())
     columns = max(3, min(4, len(best)))
     lines = -(-len(best) // columns)
     figure = plt.figure(figsize=(15, 9.5 + 2.6 * lines), layout="constrained")
@@ -200,7 +200,8 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
         )
         distance.plot(alphas, [r["epic"] for r in plain], ":", color=colour, linewidth=1)
         for r, style, what in ((plain[0], "o", f"α = {plain[0]['alpha']}"), (row, "*", "best")):
-            ends = [[r["epic_balanced"] - r["epic_balanced_low"]], [r["epic_balanced_high"] - r["epic_balanced"]]]
+            value = r["epic_balanced"]
+            ends = [[max(value - r["epic_balanced_low"], 0)], [max(r["epic_balanced_high"] - value, 0)]]
             size.errorbar(
                 r["parameters"], r["epic_balanced"], ends, fmt=style, color=colour, capsize=3, label=f"{name}, {what}"
             )
