@@ -70,8 +70,6 @@ def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
     states = torch.cat(states)
     if not len(states):
         raise DatasetError(f"{', '.join(map(str, run_dirs))}: nothing has been played yet")
-    if settings[0]["script"] == "sac_clip_humanoid" and settings[0]["task"] is None:
-        raise DatasetError(f"{run_dirs[0]} has no known task, hence no labels")
     return states, settings[0]
 
 
@@ -95,11 +93,13 @@ def states_at_random(script: Script, task: str, n: int, rng: np.random.Generator
     return torch.from_numpy(np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)).float(), settings
 
 
-def label(states: torch.Tensor, settings: dict) -> torch.Tensor:
-    """States (N, …) -> whether the script's success condition holds (N,) bool."""
+def label(states: torch.Tensor, settings: dict) -> torch.Tensor | None:
+    """States (N, …) -> whether the script's success condition holds (N,) bool; None if it has none for this sentence."""
     module = importlib.import_module(settings["script"])
     if settings["script"] != "sac_clip_humanoid":
         return module.ground_truth_reward(states) > 0
+    if settings["task"] is None:
+        return None
     look = (settings[name] for name in LOOK)
     scene = module.Scene(8, 8, *look, 1024, torch.device("cpu"))  # small frames: only where the parts of the body are
     holds = module.TASKS[settings["task"]][1]
@@ -127,7 +127,8 @@ def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
             own = (row.get("human_label") or "").strip()
             value = own or (row.get("label") or "").strip()
             if value not in ("0", "1"):
-                raise DatasetError(f"{folder / 'labels.csv'}, line {line}: labels are 0 or 1, not {value!r}")
+                hint = "" if value else "; fill in human_label"
+                raise DatasetError(f"{folder / 'labels.csv'}, line {line}: labels are 0 or 1, not {value!r}{hint}")
             labels.append(value == "1")
             people += bool(own)
     if len(labels) != len(states):
@@ -165,18 +166,22 @@ def main() -> None:
         with open(folder / "labels.csv", "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("frame", "label", "human_label"))
-            writer.writerows((f"frames/{i:06}.png", int(value), "") for i, value in enumerate(labels.tolist()))
+            values = [""] * len(states) if labels is None else labels.int().tolist()
+            writer.writerows((f"frames/{i:06}.png", value, "") for i, value in enumerate(values))
         progress = tqdm(total=len(states), desc="draw", unit="frame")
         for chunk in torch.arange(len(states)).split(256):
             for i, frame in zip(chunk.tolist(), frames_for_people(states[chunk], settings)):
                 Image.fromarray(frame).save(folder / f"frames/{i:06}.png")
                 progress.update()
         progress.close()
-        folder.chmod(0o755)
+        folder.chmod(0o755)  # a temporary folder is its owner's alone
         os.rename(folder, args.output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{len(states)} states, {labels.float().mean():.3f} of them goal states; written to {args.output}")
+    share = (
+        "without a known task: fill in human_label" if labels is None else f"{labels.float().mean():.3f} of them goal states"
+    )
+    print(f"{len(states)} states, {share}; written to {args.output}")
 
 
 if __name__ == "__main__":

@@ -195,6 +195,23 @@ def test_a_dataset_of_a_humanoids_run_takes_states_of_all_processes_and_the_look
     assert torch.equal(labels, sac_clip_humanoid.standing_up(scene.draw(states)[1]))
 
 
+def test_states_of_a_sentence_without_a_condition_wait_for_a_person(tmp_path, monkeypatch, capsys):
+    settings = {"prompt": ("a robot dancing",), "baseline_prompt": ("x",), "task": None, "camera": "fixed"}
+    settings |= {"textures": "realistic", "supersample": 1}
+    (tmp_path / "run").mkdir()
+    content = {"script": "sac_clip_humanoid", "settings": settings, "rb": {"states": torch.rand(10, 24)}, "others": []}
+    torch.save(content, tmp_path / "run/checkpoint.pt")
+    assert call(dataset, monkeypatch, "--run-dirs", tmp_path / "run", "--states", 10, "--output", tmp_path / "data") == 0
+    assert "without a known task: fill in human_label" in capsys.readouterr().out
+    with pytest.raises(dataset.DatasetError, match="line 2: labels are 0 or 1, not ''; fill in human_label"):
+        dataset.load(tmp_path / "data")
+    lines = (tmp_path / "data/labels.csv").read_text().split()
+    lines[1:] = [f"{line[:-1]},{k % 2}" for k, line in enumerate(lines[1:])]
+    (tmp_path / "data/labels.csv").write_text("\n".join(lines))
+    _, _, labels, people = dataset.load(tmp_path / "data")
+    assert labels.tolist() == [False, True] * 5 and people == 10
+
+
 def test_an_interrupted_dataset_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(states, settings):
         raise KeyboardInterrupt

@@ -1,0 +1,107 @@
+"""results/make.py: what the README claims is what the CSV files say, and these are what runs left."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "results"))
+import make  # noqa: E402
+
+import dqn_clip_cartpole  # noqa: E402
+import sac_clip_humanoid  # noqa: E402
+import sac_clip_mountaincar  # noqa: E402
+
+SCRIPTS = {script.SCRIPT: script for script in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_tables_are_those_of_the_csv_files():
+    assert make.fill_in(README) == README
+    assert README.count("<!-- results: ") == len(re.findall(r"<!-- results: \w+ -->\n\|.*?\n<!-- end -->", README, re.DOTALL))
+    assert re.search(r"<!-- results: cartpole -->\n\| seed \|.*?\n\| 1 \| [01]\.\d\d \|", README, re.DOTALL)
+    broken = re.sub(r"\| 1 \| 1\.00 \|", "| 1 | 0.99 |", README, count=1)
+    assert broken != README and make.fill_in(broken) == README
+
+
+def test_the_pictures_of_the_readme_are_there_and_all_results_are_small():
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    assert sum(path.stat().st_size for path in (ROOT / "results").rglob("*") if path.is_file()) < 10e6
+
+
+def test_no_result_knows_of_the_machine_it_was_made_on():
+    for path in (ROOT / "results").glob("*.csv"):
+        assert not re.search(r"/(home|root|tmp|work|Users)/", path.read_text()), path
+
+
+@pytest.mark.parametrize("name", make.RUNS)
+def test_every_run_has_settings_that_its_script_takes(name):
+    script, options = make.RUNS[name]
+    options, _, prompt = options.partition(" --prompt=")
+    args = tyro.cli(SCRIPTS[script].Args, args=[*options.split(), *(["--prompt", prompt] if prompt else [])])
+    assert name.endswith(f"_{args.seed}") and args != SCRIPTS[script].Args(seed=7)
+    claim, _, what = name.partition("/")
+    assert claim != "table1" or what == f"{args.task}_{args.seed}"
+    assert not prompt or (args.prompt == (prompt,) and args.task == "kneeling")
+
+
+def rows_of(path: Path) -> list[dict]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_runs_are_made_stored_skipped_and_gone_on_with(tmp_path, monkeypatch, capfd):
+    short = "--total-timesteps 1200 --num-envs 4 --episode-length 30 --learning-starts 240 --gradient-steps 2 --episodes 3"
+    runs = {f"cartpole/default_{seed}": ("dqn_clip_cartpole", f"{short} --seed {seed}") for seed in (1, 2)}
+    monkeypatch.setattr(make, "RUNS", runs | {"cartpole/paper_1": ("dqn_clip_cartpole", "--no-such-flag")})
+    calls, call = [], make.subprocess.run
+    monkeypatch.setattr(make.subprocess, "run", lambda command, **k: calls.append([*map(str, command)]) or call(command, **k))
+    readme = (ROOT / "README.md").read_bytes()
+
+    def run(*arguments: str) -> list[list[str]]:
+        """-> what was trained."""
+        calls.clear()
+        folders = ["--run-dir", str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["make.py", *folders, *arguments])
+        make.main()
+        return [command[1:] for command in calls if command[1].endswith("cartpole.py")]
+
+    assert len(run("--only", "cartpole/default_1")) == 1
+    first = rows_of(tmp_path / "out/cartpole.csv")
+    assert [row["run"] for row in first] == ["cartpole/default_1"] and first[0]["seed"] == "1" and first[0]["episodes"] == "3"
+    assert len(rows_of(tmp_path / "out/curves.csv")) == 10
+    assert Image.open(tmp_path / "out/frames/cartpole/default_1.jpg").width == 960 and (tmp_path / "out/cartpole.png").exists()
+    (trained,) = run("--only", "cartpole/default")  # the second seed only
+    assert trained[trained.index("--seed") + 1] == "2"
+    rows = rows_of(tmp_path / "out/cartpole.csv")
+    assert [row["run"] for row in rows] == list(runs) and rows[0]["clip_return"] == first[0]["clip_return"]
+
+    (tmp_path / "runs/cartpole/default_2/result.json").unlink()  # as if it had been killed
+    (resumed,) = run("--only", "cartpole/default")
+    assert resumed[1:] == ["--resume", str(tmp_path / "runs/cartpole/default_2")]
+    assert rows_of(tmp_path / "out/cartpole.csv") == rows and len(rows_of(tmp_path / "out/curves.csv")) == 20
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert run("--only", "cartpole/default", "--missing") == [] and run("--only", "none") == []
+    assert len(run("--only", "cartpole/default_1")) == 1  # without its folder it is made again
+    assert f"success rate {rows[0]['success_rate']} (stored before: {rows[0]['success_rate']})" in "".join(capfd.readouterr())
+    with pytest.raises(SystemExit) as stopped:
+        run("--only", "cartpole/paper")
+    assert stopped.value.code == 2 and len(rows_of(tmp_path / "out/cartpole.csv")) == 2
+    with pytest.raises(SystemExit) as stopped:
+        run("--only", "cartpool")
+    assert stopped.value.code == 2 and "nothing begins with cartpool" in "".join(capfd.readouterr())
+    assert (ROOT / "README.md").read_bytes() == readme
+
+
+def test_a_printed_table_becomes_a_csv_file_and_a_table_again(tmp_path):
+    text = "tiny on cpu\n| script | ours |\n|---|---|\n| a | 1.0 (0.9 to 1.1) |\n| b | 2 |\n"
+    make.store_table("compare", text, tmp_path)
+    rows = rows_of(tmp_path / "compare.csv")
+    assert [row["script"] for row in rows] == ["a", "b"] and rows[0]["machine"] == "tiny on cpu"
+    assert make.printed_table("compare", "none")(tmp_path) == "\n".join(text.splitlines()[1:])
