@@ -143,7 +143,7 @@ def main() -> None:
         print(
             f"{shown} in {precision} on {args.device}, {torch.get_num_threads()} cores: steps/s, and ratios with their ranges"
         )
-        print("|", " | ".join(("script", "ours", *(f"plain, {kind} | ours ÷ it" for kind in PLAIN))), "|")
+        print("|", " | ".join(("script", "ours", *(f"plain, {kind} | ours ÷ {kind}" for kind in PLAIN))), "|")
         print("|---" * 8 + "|")
         progress = tqdm(total=len(args.scripts) * args.repetitions * 4, desc="time all", unit="run")
         for script in args.scripts:

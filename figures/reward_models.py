@@ -176,14 +176,14 @@ def rewards_of(args: Args, embedded: dict, prompt: str, baseline: str) -> Iterat
 
 def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor]], label: torch.Tensor, args: Args) -> None:
     """Write the picture: EPIC against α and size, precision-recall, histograms of the best rewards, and frames of the best of all."""
-    names = [
-        f"{row['model']}\n“{row['prompt']}”" if len({r["prompt"] for r, _ in best}) > 1 else row["model"] for row, _ in best
-    ]
+    names = [Path(row["model"]).name if row["model"].startswith("local-dir:") else row["model"] for row, _ in best]
+    if len({row["prompt"] for row, _ in best}) > 1:
+        names = [f"{name}\n“{row['prompt']}”" for name, (row, _) in zip(names, best)]
     colours = plt.cm.viridis(torch.linspace(0, 0.85, len(best)).tolist())
-    columns = max(3, min(4, len(best)))
+    columns = min(4, len(best))
     lines = -(-len(best) // columns)
-    figure = plt.figure(figsize=(15, 9.5 + 2.6 * lines), layout="constrained")
-    above, middle, below = figure.subfigures(3, 1, height_ratios=[4, 2.6 * lines, 5.5])
+    figure = plt.figure(figsize=(15, 8.6 + 2.3 * lines), layout="constrained")
+    above, middle, below = figure.subfigures(3, 1, height_ratios=[4, 2.3 * lines, 4.6])
 
     distance, size, curve = above.subplots(1, 3)
     for (row, reward), name, colour in zip(best, names, colours):
@@ -199,12 +199,10 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
             linewidth=0,
         )
         distance.plot(alphas, [r["epic"] for r in plain], ":", color=colour, linewidth=1)
-        for r, style, what in ((plain[0], "o", f"α = {plain[0]['alpha']}"), (row, "*", "best")):
+        for r, style in ((plain[0], "o"), (row, "*")):
             value = r["epic_balanced"]
             ends = [[max(value - r["epic_balanced_low"], 0)], [max(r["epic_balanced_high"] - value, 0)]]
-            size.errorbar(
-                r["parameters"], r["epic_balanced"], ends, fmt=style, color=colour, capsize=3, label=f"{name}, {what}"
-            )
+            size.errorbar(r["parameters"], value, ends, fmt=style, color=colour, capsize=3)
         precision, recall = precision_recall(reward, label)
         curve.plot(recall, precision, color=colour, label=f"{name} ({row['average_precision']:.2f})")
     chance = label.float().mean().item()
@@ -213,11 +211,13 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
     distance.set(
         title="EPIC distance (lower is better; grey: chance)\n— balanced, 95 % interval   ⋯ as in the dataset", xlabel="α"
     )
-    size.set(title="EPIC distance, balanced, against size", xlabel="parameters", xscale="log")
+    about = f"● α = {rows[0]['alpha']}   ★ best kind of reward"
+    size.set(title=f"EPIC distance, balanced, against size\n{about}", xlabel="parameters", xscale="log")
     curve.set(title="Precision and recall over the threshold β\n(best reward of each; average precision)", xlabel="recall")
     curve.set(ylabel="precision", xlim=(0, 1.01), ylim=(0, 1.01))
     for axes in (distance, size, curve):
         axes.grid(alpha=0.3)
+    for axes in (distance, curve):
         axes.legend(fontsize="x-small")
 
     for axes, entry, name in zip(middle.subplots(lines, columns, squeeze=False).flat, best, names):
