@@ -52,7 +52,7 @@ def goal_baseline_reward(embeddings: torch.Tensor, goal: torch.Tensor, baseline:
 def contrastive_reward(
     embeddings: torch.Tensor, goal: torch.Tensor, negatives: torch.Tensor, temperature: float, threshold: float | None = None
 ) -> torch.Tensor:
-    """Probability that the goal, and none of the negatives, is what the frame shows (Baumli et al., Section 3).
+    """Probability of the goal among it and the negatives: how clearly it fits the frame best (Baumli et al., Section 3).
 
     With s, g, n₁ … n_K the unit embeddings of frame, goal and negatives and the temperature τ,
 
@@ -161,7 +161,8 @@ class CLIPReward(torch.nn.Module):
             raise RewardModelError("goal and baseline prompt mean the same to this model: no line runs through the two")
         self.register_buffer("goal", goal)  # (D,)
         self.register_buffer("baseline", baseline)  # (D,)
-        self.negatives = self.embed_text(tokenizer(negative_prompts).to(device)) if negative_prompts else None  # (K, D)
+        negatives = self.embed_text(tokenizer(negative_prompts).to(device)) if negative_prompts else None
+        self.register_buffer("negatives", negatives)  # (K, D) or None
         self.temperature = temperature or 1 / self.model.logit_scale.exp().item()
 
     @torch.no_grad()

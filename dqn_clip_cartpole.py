@@ -54,8 +54,8 @@ class Args:
     precision: Literal["fp32", "bf16"] | None = None
     """what the CLIP model computes in (default: bf16 where the processor or GPU has instructions for it, else fp32)"""
     reward: Literal["clip", "contrastive", "ground-truth"] = "clip"
-    """what the agent learns from: clip is goal-baseline regularization, contrastive the probability of the prompt among it and the
-    negative ones (Baumli et al., 2023); ground-truth, 1 per step within CartPole-v1's limits, is for reference curves"""
+    """what the agent learns from: clip is goal-baseline regularization, contrastive (without baseline and α) the probability of the
+    prompt among it and the negative ones (Baumli et al., 2023); ground-truth, 1 per step within CartPole-v1's limits, is for reference curves"""
     negative_prompt: tuple[str, ...] = ("pole leaning to the side on top of the cart", "pole hanging down from the cart")
     """contrastive: what else there might be to see"""
     temperature: float | None = None
@@ -415,7 +415,7 @@ def read_settings() -> tuple[Args, dict | None]:
         flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
         if type(value) is int and not least <= value < 2**62:
             fail(f"{flag} must be at least {least}{' and less than 2^62' if value > least else ''}, not {value}")
-        if type(value) is float and not 0 <= value <= 1:
+        if type(value) is float and name != "temperature" and not 0 <= value <= 1:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device.split(":")[0] not in ("cpu", "cuda"):

@@ -87,8 +87,8 @@ class Args:
     precision: Literal["fp32", "bf16"] | None = None
     """what the CLIP model computes in (default: bf16 where the processor or GPU has instructions for it, else fp32)"""
     reward: Literal["clip", "contrastive"] = "clip"
-    """what the agent learns from: clip is goal-baseline regularization, contrastive the probability of the prompt among it and the
-    negative ones (Baumli et al., 2023)"""
+    """what the agent learns from: clip is goal-baseline regularization, contrastive (without baseline and α) the probability of the
+    prompt among it and the negative ones (Baumli et al., 2023)"""
     negative_prompt: tuple[str, ...] | None = None
     """contrastive: what else there might be to see (default: the prompts of the paper's other tasks)"""
     temperature: float | None = None
@@ -835,7 +835,7 @@ def read_settings() -> tuple[Args, dict | None]:
         flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
         if type(value) is int and not least <= value < 2**62:
             fail(f"{flag} must be at least {least}{' and less than 2^62' if value > least else ''}, not {value}")
-        if type(value) is float and not 0 <= value <= 1:
+        if type(value) is float and name != "temperature" and not 0 <= value <= 1:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     if args.ent_coef == 0:
         fail("--ent-coef must be above 0: it is tuned by factors")
@@ -847,7 +847,7 @@ def read_settings() -> tuple[Args, dict | None]:
     args.prompt = (TASKS[args.task][0],) if args.prompt is None else args.prompt
     args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
     if args.reward == "contrastive" and args.negative_prompt is None:
-        args.negative_prompt = tuple(prompt for task, (prompt, _) in TASKS.items() if task != args.task)
+        args.negative_prompt = tuple(p for task, (p, _) in TASKS.items() if task != args.task and p not in args.prompt)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device.split(":")[0] not in ("cpu", "cuda"):
         fail(f"no device {args.device} here: only cpu and cuda are supported")

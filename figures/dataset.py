@@ -43,8 +43,8 @@ class Args:
     """run folders of one script, whose replay buffers the states are drawn from; they bring prompt, task and look"""
     script: Script | None = None
     """without runs: whose states (CartPole's and the car's at random, half of CartPole's close to upright; the humanoid's from poses)"""
-    task: str = "kneeling"
-    """without runs: of the humanoid"""
+    task: str | None = None
+    """without runs: of the humanoid (default: kneeling)"""
     states: int = 1000
     """states in the dataset"""
     seed: int = 1
@@ -59,9 +59,12 @@ def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
     for run_dir in run_dirs:
         if not os.path.isfile(run_dir / "checkpoint.pt"):
             raise DatasetError(f"{run_dir} is no run folder: it holds no checkpoint.pt")
-        checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-        buffers = [process["rb"] for process in (checkpoint, *checkpoint.get("others", ()))]
-        states += [rb["states"] if "states" in rb else rb["next_obs"] for rb in buffers]
+        try:
+            checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+            buffers = [process["rb"] for process in (checkpoint, *checkpoint.get("others", ()))]
+            states += [rb["states"] if "states" in rb else rb["next_obs"] for rb in buffers]
+        except Exception:  # whatever the file holds instead
+            raise DatasetError(f"{run_dir / 'checkpoint.pt'} is no checkpoint of these scripts") from None
         keep = ("prompt", "baseline_prompt", "task", *LOOK)
         settings.append({"script": checkpoint["script"]} | {k: checkpoint["settings"].get(k) for k in keep})
         different = [name for name, value in settings[-1].items() if value != settings[0][name]]
@@ -73,7 +76,7 @@ def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
     return states, settings[0]
 
 
-def states_at_random(script: Script, task: str, n: int, rng: np.random.Generator) -> tuple[torch.Tensor, dict]:
+def states_at_random(script: Script, task: str | None, n: int, rng: np.random.Generator) -> tuple[torch.Tensor, dict]:
     """-> n states and the script's default settings."""
     module = importlib.import_module(script)
     defaults = module.Args()
@@ -82,6 +85,7 @@ def states_at_random(script: Script, task: str, n: int, rng: np.random.Generator
     if script == "sac_clip_humanoid":
         from train import humanoid_states  # of tiny_clip: but these states are none of its own
 
+        task = task or "kneeling"
         if task not in module.TASKS:
             raise DatasetError(f"no task {task}: there are {', '.join(module.TASKS)}")
         return humanoid_states(n, rng), settings | {"task": task, "prompt": (module.TASKS[task][0],)}
@@ -121,25 +125,36 @@ def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
         if not os.path.isfile(folder / name):
             raise DatasetError(f"{folder} is no dataset: it holds no {name} (figures/dataset.py makes one)")
     settings, states = json.loads((folder / "dataset.json").read_text()), torch.from_numpy(np.load(folder / "states.npy"))
-    labels, people = [], 0
-    with open(folder / "labels.csv", newline="") as file:
-        for line, row in enumerate(csv.DictReader(file), 2):
-            own = (row.get("human_label") or "").strip()
-            value = own or (row.get("label") or "").strip()
+    values, people, path = {}, 0, folder / "labels.csv"
+    with open(path, newline="", encoding="utf-8-sig") as file:  # as spreadsheets may save it
+        reader = csv.DictReader(file)
+        if not {"frame", "label", "human_label"} <= set(reader.fieldnames or ()):
+            raise DatasetError(f"{path}: the first line must be frame,label,human_label, with commas")
+        for line, row in enumerate(reader, 2):
+            own = (row["human_label"] or "").strip()
+            value = own or (row["label"] or "").strip()
             if value not in ("0", "1"):
                 hint = "" if value else "; fill in human_label"
-                raise DatasetError(f"{folder / 'labels.csv'}, line {line}: labels are 0 or 1, not {value!r}{hint}")
-            labels.append(value == "1")
+                raise DatasetError(f"{path}, line {line}: labels are 0 or 1, not {value!r}{hint}")
+            values[row["frame"]] = value == "1"
             people += bool(own)
-    if len(labels) != len(states):
-        raise DatasetError(f"{folder / 'labels.csv'} has {len(labels)} lines for {len(states)} states: none may be missing")
-    return settings, states, torch.tensor(labels), people
+    missing = [frame for frame in map(picture, range(len(states))) if frame not in values]
+    if missing:
+        raise DatasetError(f"{path} has no line for {missing[0]}: none may be missing")
+    return settings, states, torch.tensor([values[picture(i)] for i in range(len(states))]), people
+
+
+def picture(i: int) -> str:
+    """Where the picture of state i is, in the dataset's folder."""
+    return f"frames/{i:06}.png"
 
 
 def main() -> None:
     args = tyro.cli(Args)
     if bool(args.run_dirs) == bool(args.script):
         raise DatasetError("give either --run-dirs or --script: where are the states to come from?")
+    if args.task and args.script != "sac_clip_humanoid":
+        raise DatasetError("--task belongs to --script sac_clip_humanoid: runs bring their own")
     if args.states < 1:
         raise DatasetError(f"--states must be at least 1, not {args.states}")
     if os.path.exists(args.output):
@@ -167,11 +182,11 @@ def main() -> None:
             writer = csv.writer(file)
             writer.writerow(("frame", "label", "human_label"))
             values = [""] * len(states) if labels is None else labels.int().tolist()
-            writer.writerows((f"frames/{i:06}.png", value, "") for i, value in enumerate(values))
+            writer.writerows((picture(i), value, "") for i, value in enumerate(values))
         progress = tqdm(total=len(states), desc="draw", unit="frame")
         for chunk in torch.arange(len(states)).split(256):
             for i, frame in zip(chunk.tolist(), frames_for_people(states[chunk], settings)):
-                Image.fromarray(frame).save(folder / f"frames/{i:06}.png")
+                Image.fromarray(frame).save(folder / picture(i))
                 progress.update()
         progress.close()
         folder.chmod(0o755)  # a temporary folder is its owner's alone

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 
@@ -28,7 +29,7 @@ import tyro
 from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-from dataset import LOOK, DatasetError, load  # noqa: E402
+from dataset import LOOK, DatasetError, load, picture  # noqa: E402
 
 from clip_reward import (  # noqa: E402
     TINY,
@@ -42,7 +43,7 @@ from clip_reward import (  # noqa: E402
 
 @dataclass
 class Args:
-    """Judge reward models on a dataset: a table, a CSV file and a sheet of pictures. Exit code 1: some of the models were skipped."""
+    """Judge reward models on a dataset: a table, a CSV file and a sheet of pictures. Exit code 3: some of the models were skipped."""
 
     dataset: Path
     """folder written by figures/dataset.py; human_label counts wherever it is filled in"""
@@ -51,9 +52,9 @@ class Args:
     goal_baseline_alpha: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
     """strengths of goal-baseline regularization (default: those of the paper's Figure 4a)"""
     prompt: tuple[str, ...] = ()
-    """each of them a reward of its own (default: the dataset's)"""
-    baseline_prompt: str | None = None
-    """what the scene looks like in general (default: the dataset's)"""
+    """each of them a reward of its own (default: the dataset's; several are averaged, as in its runs)"""
+    baseline_prompt: tuple[str, ...] = ()
+    """what the scene looks like in general; several are averaged (default: the dataset's)"""
     negative_prompt: tuple[str, ...] = ()
     """with these the contrastive reward is judged as well"""
     temperature: float | None = None
@@ -62,7 +63,7 @@ class Args:
     """bootstrap resamples of the states, for the 95 % confidence intervals"""
     clip_batch_size: int = 128
     """frames drawn and embedded at once"""
-    precision: str | None = None
+    precision: Literal["fp32", "bf16"] | None = None
     """of the models, fp32 or bf16 (default: what the scripts choose on this device)"""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """cpu or cuda"""
@@ -121,15 +122,14 @@ def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
     """
     precision = args.precision or native_precision(args.device)
     path = args.dataset / "embeddings" / (re.sub(r"[^\w.-]+", "_", f"{clip_model}_{precision}") + ".pt")
-    folder = (TINY if clip_model == "tiny" else clip_model).partition("local-dir:")[2]
-    files = [
-        clip_model.partition("/")[2],
-        *(f"{folder}/open_clip_{name}" for name in ("model.safetensors", "pytorch_model.bin")),
-    ]
-    local = [os.stat(file) for file in files if os.path.isfile(file)]
-    about = {"weights": [(file.st_size, file.st_mtime) for file in local]}  # made anew, they are embedded anew
-    kept = torch.load(path, weights_only=True) if os.path.isfile(path) else {}
-    if kept.get("weights") != about["weights"]:
+    folder, file = (TINY if clip_model == "tiny" else clip_model).partition("local-dir:")[2], clip_model.partition("/")[2]
+    files = sorted(Path(folder).iterdir()) if os.path.isdir(folder) else [file] if os.path.isfile(file) else []
+    about = {"weights": [(os.stat(file).st_size, os.stat(file).st_mtime) for file in files if os.path.isfile(file)]}
+    try:
+        kept = torch.load(path, weights_only=True)
+    except Exception:  # there is none, or only half of it
+        kept = {}
+    if kept.get("weights") != about["weights"]:  # weights made anew are embedded anew
         kept = {"texts": {}}
     missing = [text for text in texts if text not in kept["texts"]]
     if "frames" in kept and not missing:
@@ -143,14 +143,16 @@ def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
         settings, states, _, _ = load(args.dataset)
         script = importlib.import_module(settings["script"])
         look = {name: settings[name] for name in LOOK if settings[name] is not None}
-        reward_model.forward = reward_model.embed  # the script's own labelling, with embeddings in place of rewards
+        reward_model.reward = lambda embeddings: embeddings  # the script's own labelling, with embeddings in place of rewards
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the scripts
-        with ThreadPoolExecutor(max(threads - 1, 1), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            script_args = script.Args(clip_batch_size=args.clip_batch_size, **look)
-            labeller = script.Labeller(reward_model, script_args, pool)
+        pool = ThreadPoolExecutor(max(threads - 1, 1), initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            labeller = script.Labeller(reward_model, script.Args(clip_batch_size=args.clip_batch_size, **look), pool)
             labeller.submit(states.to(args.device) if settings["script"] != "sac_clip_humanoid" else states)
             kept["frames"] = labeller.result(f"embed with {clip_model}")[0].cpu()
+        finally:
+            pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
         kept["temperature"] = reward_model.temperature
         kept["parameters"] = sum(p.numel() for p in reward_model.model.parameters())
@@ -161,11 +163,16 @@ def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
     return kept
 
 
-def rewards_of(args: Args, embedded: dict, prompt: str, baseline: str) -> Iterator[tuple[str, torch.Tensor]]:
+def rewards_of(args: Args, embedded: dict, prompts: list[str], baseline: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and rewards (N,) of each kind of reward, one after the other."""
-    goal, frames = embedded["texts"][prompt], embedded["frames"]
+    frames = embedded["frames"]
+    goal, baseline = (
+        torch.stack([embedded["texts"][text] for text in texts]).mean(0) for texts in (prompts, baseline or prompts)
+    )
     for alpha in args.goal_baseline_alpha:
-        yield f"{alpha:g}", goal_baseline_reward(frames, goal, embedded["texts"][baseline], alpha)
+        if alpha > 0 and torch.allclose(goal, baseline, atol=1e-5):
+            raise DatasetError("α > 0 needs a --baseline-prompt that does not mean the same as the prompt")
+        yield f"{alpha:g}", goal_baseline_reward(frames, goal, baseline, alpha)
     if args.negative_prompt:
         negatives = torch.stack([embedded["texts"][text] for text in args.negative_prompt])
         yield "contrastive", contrastive_reward(frames, goal, negatives, args.temperature or embedded["temperature"])
@@ -202,7 +209,7 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
         for r, style in ((plain[0], "o"), (row, "*")):
             value = r["epic_balanced"]
             ends = [[max(value - r["epic_balanced_low"], 0)], [max(r["epic_balanced_high"] - value, 0)]]
-            size.errorbar(r["parameters"], value, ends, fmt=style, color=colour, capsize=3)
+            size.errorbar(r["image_parameters"], value, ends, fmt=style, color=colour, capsize=3)
         precision, recall = precision_recall(reward, label)
         curve.plot(recall, precision, color=colour, label=f"{name} ({row['average_precision']:.2f})")
     chance = label.float().mean().item()
@@ -212,7 +219,7 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
         title="EPIC distance (lower is better; grey: chance)\n— balanced, 95 % interval   ⋯ as in the dataset", xlabel="α"
     )
     about = f"● α = {rows[0]['alpha']}   ★ best kind of reward"
-    size.set(title=f"EPIC distance, balanced, against size\n{about}", xlabel="parameters", xscale="log")
+    size.set(title=f"EPIC distance, balanced, against size\n{about}", xlabel="parameters of the image encoder", xscale="log")
     curve.set(title="Precision and recall over the threshold β\n(best reward of each; average precision)", xlabel="recall")
     curve.set(ylabel="precision", xlim=(0, 1.01), ylim=(0, 1.01))
     for axes in (distance, size, curve):
@@ -234,8 +241,6 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
 
     row, reward = min(best, key=lambda entry: entry[0]["epic_balanced"])
     order = reward.argsort(descending=True)
-    with open(args.dataset / "labels.csv", newline="") as file:
-        pictures = [line["frame"] for line in csv.DictReader(file)]
     panels = below.subfigures(2, 2)
     for panel, title, some in (
         (panels[0, 0], "paid most, goal states", order[label[order]]),
@@ -244,9 +249,9 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
         (panels[1, 1], "paid least, not goal states", order[~label[order]].flip(0)),
     ):
         panel.suptitle(title, fontsize="small")
-        spread = torch.linspace(0, max(len(some) // 50, min(len(some), 5) - 1), 5).long()[: len(some)]  # not five of a kind
+        spread = torch.linspace(0, max(len(some) // 50, 4), 5).long()  # not five of a kind
         for axes, k in zip(panel.subplots(1, 5), some[spread].tolist()):
-            axes.imshow(plt.imread(args.dataset / pictures[k]))
+            axes.imshow(plt.imread(args.dataset / picture(k)))
             axes.set_title(f"{reward[k]:.3f}", fontsize="small")
         for axes in panel.axes:
             axes.axis("off")
@@ -269,11 +274,19 @@ def main() -> None:
         raise DatasetError("--goal-baseline-alpha must be values between 0 and 1")
     if args.resamples < 2:
         raise DatasetError(f"--resamples must be at least 2, not {args.resamples}")
+    if args.temperature is not None and not args.temperature > 0:
+        raise DatasetError(f"--temperature must be above 0, not {args.temperature}")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise DatasetError(f"no device {args.device} here ({str(error).splitlines()[0]}); try --device cpu") from None
     settings, states, label, people = load(args.dataset)
     count = int(label.sum())
-    if min(count, len(label) - count) < 5:
-        raise DatasetError(f"{args.dataset} has {count} goal states of {len(label)}: at least 5 of each kind are needed")
-    prompts, baseline = args.prompt or tuple(settings["prompt"]), args.baseline_prompt or settings["baseline_prompt"][0]
+    if min(count, len(label) - count) < 20:  # or a resample might have none
+        raise DatasetError(f"{args.dataset} has {count} goal states of {len(label)}: at least 20 of each kind are needed")
+    prompts = [[prompt] for prompt in args.prompt] or [settings["prompt"]]
+    baseline = list(args.baseline_prompt or settings["baseline_prompt"])
+    texts = [*dict.fromkeys([*sum(prompts, []), *baseline, *args.negative_prompt])]
     print(f"{args.dataset}: {len(label)} states, {count / len(label):.3f} of them goal states, {people} labelled by a person")
 
     rng = torch.Generator().manual_seed(args.seed)
@@ -285,7 +298,7 @@ def main() -> None:
     rows, best, skipped = [], [], 0
     for clip_model in tqdm(args.clip_model, desc="judge", unit="model", disable=len(args.clip_model) == 1):
         try:
-            embedded = embed_dataset(args, clip_model, [*dict.fromkeys((*prompts, baseline, *args.negative_prompt))])
+            embedded = embed_dataset(args, clip_model, texts)
         except RewardModelError as error:
             tqdm.write(f"reward_models.py: skipped {clip_model}: {error}", file=sys.stderr)
             skipped += 1
@@ -295,7 +308,7 @@ def main() -> None:
             for alpha, reward in rewards_of(args, embedded, prompt, baseline):
                 row = {
                     "model": clip_model,
-                    "prompt": prompt,
+                    "prompt": "; ".join(prompt),
                     "alpha": alpha,
                     "average_precision": average_precision(reward, label),
                 }
@@ -317,13 +330,15 @@ def main() -> None:
         distances = " | ".join(f"{row[n]:.3f} ({row[f'{n}_low']:.3f} to {row[f'{n}_high']:.3f})" for n in weights)
         about = f"{row['model']} | {row['parameters'] / 1e6:.1f} M | {row['prompt']} | {row['alpha']}"
         print(f"| {about} | {distances} | {row['average_precision']:.3f} |")
-    draw_sheet(args.output, rows, best, label, args)
-    with open(args.output.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+    table = args.output.with_suffix(".csv")
+    with open(table.with_suffix(".tmp"), "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    print(f"written to {args.output} and {args.output.with_suffix('.csv')}")
-    sys.exit(1 if skipped else 0)
+    os.replace(table.with_suffix(".tmp"), table)
+    draw_sheet(args.output, rows, best, label, args)
+    print(f"written to {args.output} and {table}")
+    sys.exit(3 if skipped else 0)
 
 
 if __name__ == "__main__":

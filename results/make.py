@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -150,15 +151,21 @@ def replace_rows(path: Path, new: list[dict]) -> None:
     write(path, sorted(rows, key=lambda row: order[row["run"]]))
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
+def about() -> dict:
+    """Code and machine of now."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "*.py", "tiny_clip")
+    commit = git("rev-parse", "--short", "HEAD") + (" and changes" if changed else "")
+    return {"machine": f"{platform.machine()}, {torch.get_num_threads()} cores", "commit": commit}
 
 
 def store(name: str, run_dir: Path, output: Path) -> dict:
     """A finished run -> its line in CLAIM.csv; writes that, its curves and its strip of frames."""
     script, options = RUNS[name]
-    result = json.loads((run_dir / "result.json").read_text())
+    result, started = (json.loads(path.read_text()) for path in (run_dir / "result.json", run_dir.with_suffix(".json")))
     settings = result["settings"]
     events = EventAccumulator(str(run_dir), {"scalars": 0}).Reload()
     tags = ("clip_return", "ground_truth_return", "success_rate")
@@ -168,24 +175,22 @@ def store(name: str, run_dir: Path, output: Path) -> dict:
     ]
     row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
     row |= {"steps_per_second": f"{result['steps_per_second']:.0f}", "episodes": settings["episodes"]}
+    row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
     row |= {
-        "script": script,
-        "options": options,
-        "prompt": "; ".join(settings["prompt"]),
-        "clip_model": settings["clip_model"],
+        "clip_model": settings["clip_model"].rpartition("/")[2]
+        if "local-dir" in settings["clip_model"]
+        else settings["clip_model"]
     }
-    row |= {"precision": settings["precision"], "device": f"{settings['device']}, {torch.get_num_threads()} cores"}
-    row |= {"machine": platform.machine(), "commit": commit()}
+    row |= {"precision": settings["precision"], "device": settings["device"]} | started["about"]
     row |= {"versions": " ".join(f"{package} {number}" for package, number in result["versions"].items())}
-    row["clip_model"] = "tiny" if row["clip_model"] == "tiny" else Path(row["clip_model"]).name
-    replace_rows(output / f"{name.partition('/')[0]}.csv", [row])
-    replace_rows(output / "curves.csv", rounds)
     with Image.open(run_dir / "result.png") as sheet:  # the first episode: eight frames side by side, some with rewards below
         strip = sheet.crop((0, 0, sheet.width, min(sheet.height, 262)))
         (output / "frames" / name).parent.mkdir(parents=True, exist_ok=True)
         strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS).convert("RGB").save(
             output / "frames" / f"{name}.jpg", quality=85
         )
+    replace_rows(output / "curves.csv", rounds)
+    replace_rows(output / f"{name.partition('/')[0]}.csv", [row])  # the last: whoever has a line has everything
     return row
 
 
@@ -194,8 +199,8 @@ def store_table(name: str, text: str, output: Path) -> None:
     lines = text.splitlines()
     first = next(k for k, line in enumerate(lines) if line.startswith("|"))
     table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[first:] if line.startswith("| ")]
-    about = {"machine": lines[first - 1] if first else "", "command": COMMANDS[name], "commit": commit()}
-    write(output / f"{name}.csv", [dict(zip(table[0], cells)) | about for cells in table[1:]])
+    how = {"what": lines[first - 1] if first else "", "command": COMMANDS[name]} | about()
+    write(output / f"{name}.csv", [dict(zip(table[0], cells)) | how for cells in table[1:]])
 
 
 # ---- The README's tables, each a function of the CSV files
@@ -310,7 +315,7 @@ def rows_table(beginning: str) -> Callable[[Path], str]:
         columns = ("seed", "success_rate", "clip_return", "ground_truth_return")
         rows = [
             [
-                f"`{r['script']}.py {re.sub('{ladder}/', '', r['options'])}`",
+                f"`{r['script']}.py {r['options']}`",
                 *(r[c] for c in columns),
                 late_success(output, r["run"]),
             ]
@@ -327,9 +332,8 @@ def best_alpha(rows: list[dict]) -> dict:
 
 
 def interval(row: dict, name: str) -> str:
-    return " to ".join(f"{float(row[f'{name}_{end}']):.3f}" for end in ("low", "high")).join(
-        (f"{float(row[name]):.3f} (", ")")
-    )
+    value, low, high = (float(row[name + end]) for end in ("", "_low", "_high"))
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def agreement_table(output: Path) -> str:
@@ -374,7 +378,7 @@ def printed_table(*names: str) -> Callable[[Path], str]:
 
     def table(output: Path) -> str:
         rows = [row for name in names for row in read(output / f"{name}.csv")]
-        keep = [column for column in (rows or [{}])[0] if column not in ("machine", "command", "commit")]
+        keep = [column for column in (rows or [{}])[0] if column not in ("what", "command", "machine", "commit")]
         return markdown(" | ".join(keep), [[row[column] for column in keep] for row in rows])
 
     return table
@@ -484,22 +488,34 @@ def draw_hacking(output: Path) -> None:
 
 def judge(name: str, args: Args, ladder: Path) -> int:
     """A sheet of reward models, from those of its runs that are finished here -> exit code."""
-    run_dirs = [args.run_dir / run for run in SHEETS[name] if (args.run_dir / run / "result.json").is_file()]
+    run_dirs = [str(args.run_dir / run) for run in SHEETS[name] if (args.run_dir / run / "result.json").is_file()]
     if not run_dirs:
         tqdm.write(f"{name}: none of its runs is here; its figures are left as they are")
         return 0
     dataset, script = args.run_dir / "datasets" / name, ROOT / "figures"
     dataset.parent.mkdir(exist_ok=True)
+    if dataset.is_dir() and json.loads((dataset / "dataset.json").read_text())["runs"] != run_dirs:
+        shutil.rmtree(dataset)  # more runs are finished now
     if not dataset.is_dir():
         command = [script / "dataset.py", "--run-dirs", *run_dirs, "--states", "4000", "--output", dataset]
         if code := subprocess.run([sys.executable, *command]).returncode:
             return code
     models = [args.clip_model]
-    if name == "reward_models_kneeling" and args.clip_model == "tiny":
+    if name == "reward_models_kneeling":
+        if code := train_ladder(ladder):
+            return code
         models += [f"local-dir:{os.path.relpath(ladder, ROOT)}/width_{width}" for width in LADDER]
     command = [script / "reward_models.py", "--dataset", dataset, "--clip-model", *models, "--device", args.device]
-    code = subprocess.run([sys.executable, *command, "--output", args.output / f"{name}.png"], cwd=ROOT).returncode
-    return code if code != 1 else 0  # 1: a model was skipped, which it has said
+    return subprocess.run([sys.executable, *command, "--output", args.output / f"{name}.png"], cwd=ROOT).returncode
+
+
+def train_ladder(ladder: Path) -> int:
+    """tiny_clip in several sizes, unless they are there -> exit code."""
+    if all((ladder / f"width_{width}" / "open_clip_config.json").is_file() for width in LADDER):
+        return 0
+    resume = ["--resume"] if (ladder / "training.pt").is_file() else []
+    command = [ROOT / "tiny_clip" / "train.py", "--widths", *map(str, LADDER), "--output", ladder, *resume]
+    return subprocess.run([sys.executable, *command]).returncode
 
 
 def main() -> None:
@@ -509,7 +525,7 @@ def main() -> None:
     if args.clip_model != "tiny":
         folder = re.sub(r"\W+", "_", args.clip_model)
         args.run_dir, args.output = args.run_dir / folder, args.output / folder
-    only = () if args.only == ("none",) else args.only
+    only = args.only if args.only != ("none",) else ()
     everything = (*RUNS, *SHEETS, *COMMANDS)
     unknown = [name for name in only if not any(other.startswith(name) for other in everything)]
     if unknown:
@@ -536,18 +552,23 @@ def main() -> None:
             if code := judge(name, args, ladder):
                 sys.exit(code)
             continue
-        if name.startswith("ladder/") and not (ladder / f"width_{max(LADDER)}").is_dir():
-            resume = ["--resume"] if (ladder / "training.pt").is_file() else []
-            command = [ROOT / "tiny_clip" / "train.py", "--widths", *map(str, LADDER), "--output", ladder, *resume]
-            if code := subprocess.run([sys.executable, *command]).returncode:
-                sys.exit(code)
+        if name.startswith("ladder/") and (code := train_ladder(ladder)):
+            sys.exit(code)
         run_dir, (script, options) = args.run_dir / name, RUNS[name]
+        started = run_dir.with_suffix(".json")  # by which options and code
+        if started.is_file() and json.loads(started.read_text())["options"] != options:
+            print(f"make.py: error: {run_dir} was trained with other options: remove it", file=sys.stderr)
+            sys.exit(2)
         if not (run_dir / "result.json").is_file():
-            options, _, prompt = options.partition(" --prompt=")  # always the last
-            words = [word.format(ladder=ladder) for word in options.split()] + (["--prompt", prompt] if prompt else [])
+            first, _, prompt = options.partition(" --prompt=")  # always the last
+            words = [word.format(ladder=ladder) for word in first.split()] + (["--prompt", prompt] if prompt else [])
             words += [] if "--clip-model" in words else ["--clip-model", args.clip_model]
             words += ["--device", args.device, "--run-dir", run_dir]
-            words = ["--resume", run_dir] if (run_dir / "checkpoint.pt").is_file() else words
+            if (run_dir / "checkpoint.pt").is_file():
+                words = ["--resume", run_dir]
+            else:
+                started.parent.mkdir(parents=True, exist_ok=True)
+                started.write_text(json.dumps({"options": options, "about": about()}))
             if code := subprocess.run([sys.executable, ROOT / f"{script}.py", *words]).returncode:
                 sys.exit(code)  # it has said why; if it was interrupted, the next call goes on with it
         row = store(name, run_dir, args.output)
@@ -558,7 +579,9 @@ def main() -> None:
     draw_table1(args.output)
     draw_hacking(args.output)
     if main_set:
-        (ROOT / "README.md").write_text(fill_in((ROOT / "README.md").read_text()))
+        temporary = ROOT / "README.tmp"
+        temporary.write_text(fill_in((ROOT / "README.md").read_text()))
+        os.replace(temporary, ROOT / "README.md")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_readmes_tables_are_those_of_the_csv_files():
     assert make.fill_in(README) == README
-    assert README.count("<!-- results: ") == len(re.findall(r"<!-- results: \w+ -->\n\|.*?\n<!-- end -->", README, re.DOTALL))
+    tables = re.findall(r"<!-- results: \w+ -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
+    assert README.count("<!-- results: ") == len(tables) and all(table.count("\n") >= 2 for table in tables)  # none is empty
     assert re.search(r"<!-- results: cartpole -->\n\| seed \|.*?\n\| 1 \| [01]\.\d\d \|", README, re.DOTALL)
     broken = re.sub(r"\| 1 \| 1\.00 \|", "| 1 | 0.99 |", README, count=1)
     assert broken != README and make.fill_in(broken) == README
@@ -45,7 +46,7 @@ def test_every_run_has_settings_that_its_script_takes(name):
     script, options = make.RUNS[name]
     options, _, prompt = options.partition(" --prompt=")
     args = tyro.cli(SCRIPTS[script].Args, args=[*options.split(), *(["--prompt", prompt] if prompt else [])])
-    assert name.endswith(f"_{args.seed}") and args != SCRIPTS[script].Args(seed=7)
+    assert name.endswith(f"_{args.seed}")
     claim, _, what = name.partition("/")
     assert claim != "table1" or what == f"{args.task}_{args.seed}"
     assert not prompt or (args.prompt == (prompt,) and args.task == "kneeling")
@@ -103,5 +104,5 @@ def test_a_printed_table_becomes_a_csv_file_and_a_table_again(tmp_path):
     text = "tiny on cpu\n| script | ours |\n|---|---|\n| a | 1.0 (0.9 to 1.1) |\n| b | 2 |\n"
     make.store_table("compare", text, tmp_path)
     rows = rows_of(tmp_path / "compare.csv")
-    assert [row["script"] for row in rows] == ["a", "b"] and rows[0]["machine"] == "tiny on cpu"
+    assert [row["script"] for row in rows] == ["a", "b"] and rows[0]["what"] == "tiny on cpu"
     assert make.printed_table("compare", "none")(tmp_path) == "\n".join(text.splitlines()[1:])

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -146,6 +147,12 @@ def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+    judged = dataset.load(folder)[2]
+    shuffled = (folder / "labels.csv").read_text().split("\n")[:-1]
+    (folder / "labels.csv").write_text(
+        "\ufeff" + "\n".join([shuffled[0], *shuffled[:0:-1]]), encoding="utf-8"
+    )  # as a spreadsheet may
+    assert torch.equal(dataset.load(folder)[2], judged)
     _, _, judged, people = dataset.load(folder)
     assert (
         people == 2 and judged[3] != labels[3] and torch.equal(judged[4:], labels[4:]) and torch.equal(judged[:3], labels[:3])
@@ -229,6 +236,8 @@ def test_an_interrupted_dataset_leaves_nothing(tmp_path, monkeypatch):
     ("--script dqn_clip_cartpole --output A", "A exists"),
     ("--script dqn_clip_cartpole --output no/such/folder", "cannot write to no/such/folder"),
     ("--script sac_clip_humanoid --task flying", "no task flying: there are kneeling"),
+    ("--run-dirs A --task kneeling", "--task belongs to --script sac_clip_humanoid"),
+    ("--run-dirs TEXT", "checkpoint.pt is no checkpoint of these scripts"),
     ("--run-dirs no/such/run", "no/such/run is no run folder"),
     ("--run-dirs A B", "B differs from A in prompt"),
     ("--run-dirs A --states 51", "hold 50 states: lower --states"),
@@ -239,6 +248,8 @@ def test_bad_input_of_a_dataset_is_one_line_and_nothing_is_written(arguments, ex
     fake_run(Path("A"))
     fake_run(Path("B"), prompt=("a fallen pole",))
     fake_run(Path("EMPTY"), n=0)
+    Path("TEXT").mkdir()
+    Path("TEXT/checkpoint.pt").write_text("not a checkpoint")
     left = sorted(tmp_path.rglob("*"))
     output = [] if "--output" in arguments else ["--output", "new"]
     with pytest.raises(dataset.DatasetError, match=expected) as error:
@@ -262,7 +273,19 @@ def rows_of(path: Path) -> list[dict]:
 
 def test_table_sheet_and_kept_embeddings(cartpole, tmp_path, monkeypatch, capsys):
     goal, baseline, negatives = "pole vertically upright on top of the cart", "pole and cart", ("a pole that fell", "a cart")
-    few = ["--goal-baseline-alpha", 0, 0.5, "--resamples", 200, "--precision", "fp32", "--output", tmp_path / "sheet.png"]
+    few = [
+        "--device",
+        "cpu",
+        "--goal-baseline-alpha",
+        0,
+        0.5,
+        "--resamples",
+        200,
+        "--precision",
+        "fp32",
+        "--output",
+        tmp_path / "sheet.png",
+    ]
     arguments = ["--dataset", cartpole, "--clip-model", "tiny", *few, "--negative-prompt", *negatives]
     assert call(reward_models, monkeypatch, *arguments) == 0
     assert Image.open(tmp_path / "sheet.png").width > 1000
@@ -288,10 +311,10 @@ def test_table_sheet_and_kept_embeddings(cartpole, tmp_path, monkeypatch, capsys
 
     # More α, and prompts that are known, need no model; a person's labels count.
     monkeypatch.setattr(reward_models, "CLIPReward", lambda *a, **k: pytest.fail("loaded a model"))
-    assert call(reward_models, monkeypatch, *arguments[:4], "--goal-baseline-alpha", 0.5, 1, *few[3:]) == 0
+    assert call(reward_models, monkeypatch, *arguments[:4], "--goal-baseline-alpha", 0.5, 1, *few[5:]) == 0
     assert rows_of(tmp_path / "sheet.csv")[0]["epic"] == rows[1]["epic"]
     labels = (cartpole / "labels.csv").read_text().replace(",1,\n", ",1,0\n", 40)
-    (cartpole / "labels.csv").write_text(labels.replace(",1,\r\n", ",1,0\r\n", 40))
+    (cartpole / "labels.csv").write_text(labels)
     assert call(reward_models, monkeypatch, *arguments[:4], *few) == 0
     again = rows_of(tmp_path / "sheet.csv")[0]
     assert again["human_labels"] == "40" and float(again["goal_share"]) == pytest.approx(
@@ -337,7 +360,7 @@ def test_frames_are_embedded_as_the_script_draws_them(script, tmp_path, monkeypa
 
 def test_a_model_that_cannot_be_had_is_skipped_and_the_exit_code_tells(cartpole, tmp_path, monkeypatch, capsys):
     arguments = ["--dataset", cartpole, "--resamples", 5, "--goal-baseline-alpha", 0, "--output", tmp_path / "sheet.png"]
-    assert call(reward_models, monkeypatch, *arguments, "--clip-model", "local-dir:/no/such", "tiny") == 1
+    assert call(reward_models, monkeypatch, *arguments, "--clip-model", "local-dir:/no/such", "tiny") == 3
     captured = capsys.readouterr()
     assert "reward_models.py: skipped local-dir:/no/such: no CLIP model in /no/such" in captured.err + captured.out
     assert [row["model"] for row in rows_of(tmp_path / "sheet.csv")] == ["tiny"]
@@ -353,23 +376,67 @@ def test_a_model_that_cannot_be_had_is_skipped_and_the_exit_code_tells(cartpole,
     ("--dataset GOOD --output no/such/x.png", "cannot write to"),
     ("--dataset GOOD --goal-baseline-alpha 1.5", "between 0 and 1"),
     ("--dataset GOOD --resamples 1", "--resamples must be at least 2"),
-    ("--dataset SHORT", "has 19 lines for 20 states"),
+    ("--dataset SHORT", "has no line for frames/000049.png"),
+    ("--dataset GOOD --temperature 0", "--temperature must be above 0"),
+    ("--dataset GOOD --device toaster", "no device toaster here"),
+    ("--dataset COLUMNS", "the first line must be frame,label,human_label, with commas"),
     ("--dataset WRONG", "line 7: labels are 0 or 1, not 'yes'"),
-    ("--dataset FEW", "4 goal states of 20: at least 5"),
+    ("--dataset FEW", "19 goal states of 50: at least 20"),
     ("--dataset GOOD --prompt ''", "prompt is empty|none of the models"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_nothing_is_written(arguments, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, goals, person in (("GOOD", 10, ""), ("SHORT", 10, ""), ("WRONG", 10, "yes"), ("FEW", 4, "")):
+    for name, goals, person in (
+        ("GOOD", 25, ""),
+        ("SHORT", 25, ""),
+        ("WRONG", 25, "yes"),
+        ("FEW", 19, ""),
+        ("COLUMNS", 25, ""),
+    ):
         Path(name).mkdir()
-        np.save(f"{name}/states.npy", np.zeros((20, 4), np.float32))
-        Path(f"{name}/dataset.json").write_text(
-            json.dumps({"script": "dqn_clip_cartpole", "prompt": ["a"], "baseline_prompt": ["b"]})
-        )
-        rows = [f"frames/{i}.png,{int(i < goals)},{person if i == 5 else ''}" for i in range(20 - (name == "SHORT"))]
-        Path(f"{name}/labels.csv").write_text("\n".join(["frame,label,human_label", *rows, ""]))
+        np.save(f"{name}/states.npy", np.zeros((50, 4), np.float32))
+        settings = {"script": "dqn_clip_cartpole", "prompt": ["a"], "baseline_prompt": ["b"]}
+        Path(f"{name}/dataset.json").write_text(json.dumps(settings))
+        rows = [f"{dataset.picture(i)},{int(i < goals)},{person if i == 5 else ''}" for i in range(50 - (name == "SHORT"))]
+        text = "\n".join(["frame,label,human_label", *rows, ""])
+        Path(f"{name}/labels.csv").write_text(text.replace(",", ";") if name == "COLUMNS" else text)
     left = sorted(tmp_path.rglob("*"))
     words = [word.strip("'") for word in arguments.split()]
     with pytest.raises((dataset.DatasetError, RewardModelError), match=expected) as error:
         call(reward_models, monkeypatch, *words)
     assert "\n" not in str(error.value) and sorted(tmp_path.rglob("*")) == left
+
+
+@pytest.mark.parametrize("script, arguments", [("dataset", ["--states", "3"]), ("reward_models", ["--dataset", "none"])])
+def test_bad_input_has_exit_code_2(script, arguments, tmp_path):
+    command = [sys.executable, ROOT / "figures" / f"{script}.py", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{script}.py: error: ")
+
+
+def test_several_prompts_of_a_run_are_one_reward_as_in_training_and_no_baseline_means_no_alpha(tmp_path, monkeypatch):
+    goals, baseline = ("an upright pole", "a balanced pole on a cart"), ("a pole", "a cart")
+    for name, base in (("a", baseline), ("b", ())):
+        fake_run(tmp_path / name / "run", n=200, prompt=goals, baseline_prompt=base)
+        arguments = ["--run-dirs", tmp_path / name / "run", "--states", 200, "--output", tmp_path / name / "data"]
+        assert call(dataset, monkeypatch, *arguments) == 0
+    few = [
+        "--resamples",
+        3,
+        "--precision",
+        "fp32",
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "sheet.png",
+        "--goal-baseline-alpha",
+    ]
+    assert call(reward_models, monkeypatch, "--dataset", tmp_path / "a/data", *few, 0.5) == 0
+    (row,) = rows_of(tmp_path / "sheet.csv")
+    _, states, label, _ = dataset.load(tmp_path / "a/data")
+    reward = CLIPReward("tiny", goals, baseline, 0.5)(dqn_clip_cartpole.draw(states, 64, 64))
+    assert float(row["epic"]) == pytest.approx(epic_distance(reward, label, torch.ones(1, 200)).item(), abs=1e-4)
+    assert call(reward_models, monkeypatch, "--dataset", tmp_path / "b/data", *few, 0) == 0
+    with pytest.raises(dataset.DatasetError, match="needs a --baseline-prompt"):
+        call(reward_models, monkeypatch, "--dataset", tmp_path / "b/data", *few, 0.5)

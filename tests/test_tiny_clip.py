@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -254,9 +255,15 @@ def test_training_writes_models_that_load_side_by_side_or_alone_and_resumed(tmp_
     with pytest.raises(KeyboardInterrupt):
         train.train(resumed)
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["training.pt"]
-    monkeypatch.setattr(train.Learner, "step", step)
+    with pytest.raises(RewardModelError, match="--resume it, or remove the file"):
+        train.train(resumed)
+    made = []
+    monkeypatch.setattr(train.Learner, "step", lambda self, *batch: made.append(1) or step(self, *batch))
     resumed.resume = True
+    with pytest.raises(RewardModelError, match="had --steps 3"):
+        train.train(replace(resumed, steps=4))
     train.train(resumed)
+    assert len(made) == 2  # the third step of both
 
     def weights(folder: str) -> bytes:
         return (tmp_path / folder / "open_clip_model.safetensors").read_bytes()
@@ -267,3 +274,10 @@ def test_training_writes_models_that_load_side_by_side_or_alone_and_resumed(tmp_
     assert sum(p.numel() for p in sizes[0].parameters()) < sum(p.numel() for p in sizes[1].parameters()) / 3
     with pytest.raises(RewardModelError, match="no training was interrupted"):
         train.train(resumed)
+
+
+@pytest.mark.parametrize("widths", [(), (16, 16), (7,), (0,)])
+def test_widths_that_make_no_model_are_one_line(widths, tmp_path):
+    with pytest.raises(RewardModelError, match="must be different even numbers"):
+        train.train(train.Args(output=tmp_path / "no", widths=widths))
+    assert not (tmp_path / "no").exists()

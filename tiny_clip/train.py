@@ -808,7 +808,8 @@ class Learner:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: w.half() if w.is_floating_point() else w for name, w in self.model.state_dict().items()}
-        save_file({k: w.contiguous() for k, w in weights.items()}, folder / "open_clip_model.safetensors")
+        save_file({k: w.contiguous() for k, w in weights.items()}, folder / "weights.tmp")
+        (folder / "weights.tmp").replace(folder / "open_clip_model.safetensors")
         config = {"model_cfg": self.cfg, "preprocess_cfg": PREPROCESS_CFG}
         (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -819,17 +820,28 @@ def folders(args: Args) -> dict[int, Path]:
 
 
 def train(args: Args) -> None:
+    if len(set(args.widths)) < max(len(args.widths), 1) or any(width < 2 or width % 2 for width in args.widths):
+        raise RewardModelError(f"--widths must be different even numbers, not {args.widths}")
+    if args.steps < 1 or args.batch_size < 32 or args.humanoid_states < 1:
+        raise RewardModelError("--steps and --humanoid-states must be at least 1, --batch-size at least 32")
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RewardModelError(f"cannot write to {args.output}: {error.strerror}") from None
     rng = np.random.default_rng(args.seed)
     tokenizer = open_clip.SimpleTokenizer(context_length=MODEL_CFG["text_cfg"]["context_length"])
     learners = [Learner(width, args) for width in args.widths]
     checkpoint, first, kept = args.output / "training.pt", 0, None
     settings = {k: v for k, v in asdict(args).items() if k not in ("evaluate", "output", "resume")}
+    if checkpoint.is_file() and not args.resume:
+        raise RewardModelError(f"{checkpoint} is of a training that was interrupted: --resume it, or remove the file")
     if args.resume:
         if not checkpoint.is_file():
             raise RewardModelError(f"no training was interrupted in {args.output}: it holds no {checkpoint.name}")
         kept = torch.load(checkpoint, weights_only=True)
-        if kept["settings"] != settings:
-            raise RewardModelError(f"the training in {args.output} had other settings")
+        other = [f"--{name.replace('_', '-')} {value}" for name, value in kept["settings"].items() if settings[name] != value]
+        if other:
+            raise RewardModelError(f"the training in {args.output} had {', '.join(other)}")
     scenes_and_shares = ((cartpole_scene, 0.23), (mountaincar_scene, 0.25), (HumanoidScene(args.humanoid_states, rng), 0.52))
     if kept:
         first, rng.bit_generator.state = kept["step"], kept["rng"]
@@ -847,7 +859,6 @@ def train(args: Args) -> None:
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         return pixels, tokenizer(captions), true, rng.bit_generator.state
 
-    args.output.mkdir(parents=True, exist_ok=True)
     # The next batch is made while this one is learned from.
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         progress = trange(first, args.steps, initial=first, total=args.steps, desc="train tiny_clip", unit="step")
@@ -993,8 +1004,8 @@ if __name__ == "__main__":
     try:
         if not args.evaluate:
             train(args)
-        for width, folder in folders(args).items():
-            print(f"\n{folder} (width {width})")
+        for folder in folders(args).values():
+            print(f"\n{folder}")
             evaluate_cartpole(folder)
             evaluate_mountaincar(folder)
             evaluate_humanoid(folder)
@@ -1002,5 +1013,6 @@ if __name__ == "__main__":
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; a training goes on from its last hundred steps with --resume", file=sys.stderr)
+        resumable = (args.output / "training.pt").is_file()
+        print("interrupted; it goes on with --resume" if resumable else "interrupted", file=sys.stderr)
         sys.exit(130)
