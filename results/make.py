@@ -100,7 +100,7 @@ COMMANDS = {
     "throughput_vit_fp32": f"benchmarks/throughput.py {VIT} --precisions fp32 --steps-per-round 800",
     "growth": "benchmarks/throughput.py --models tiny --num-envs 8 64 512 4096 --steps-per-round 8192 --rounds 1 --repetitions 1",
     "compare": "benchmarks/compare.py",
-    "compare_vit": "benchmarks/compare.py --scripts sac_clip_humanoid --clip-model ViT-B-32 --rounds 1 --plain-episodes 2",
+    "compare_vit": "benchmarks/compare.py --scripts sac_clip_humanoid --clip-model ViT-B-32 --rounds 1 --plain-episodes 1 --repetitions 3",
 }
 # Reward models judged on the states of these runs: figures/reward_models.py's own CSV file and sheet, reward_models_TASK.
 SHEETS = {f"reward_models_{task}": [f"table1/{task}_{seed}" for seed in (1, 2, 3)] for task in TASKS}
