@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -110,13 +111,14 @@ def label(states: torch.Tensor, settings: dict) -> torch.Tensor | None:
     return torch.cat([holds(scene.draw(chunk)[1]) for chunk in tqdm(states.split(8192), desc="label", leave=False)])
 
 
-def frames_for_people(states: torch.Tensor, settings: dict) -> np.ndarray:
-    """States (N, …) -> frames (N, height, width, 3) uint8, larger than most models see them."""
+def drawer(settings: dict) -> Callable[[torch.Tensor], torch.Tensor]:
+    """-> a function from states (N, …) to frames (N, 3, height, width) uint8, larger than most models see them."""
     module = importlib.import_module(settings["script"])
     if settings["script"] == "sac_clip_humanoid":
-        return module.draw_large(states, 240, module.Args(**{name: settings[name] for name in LOOK}))
+        scene = module.Scene(240, 240, *(settings[name] for name in LOOK), 64, torch.device("cpu"))
+        return lambda states: scene.draw(states)[0]
     look = (settings["textures"],) if settings["textures"] else ()
-    return module.draw(states, 200, 300, *look).permute(0, 2, 3, 1).numpy()
+    return lambda states: module.draw(states, 200, 300, *look)
 
 
 def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
@@ -183,9 +185,9 @@ def main() -> None:
             writer.writerow(("frame", "label", "human_label"))
             values = [""] * len(states) if labels is None else labels.int().tolist()
             writer.writerows((picture(i), value, "") for i, value in enumerate(values))
-        progress = tqdm(total=len(states), desc="draw", unit="frame")
-        for chunk in torch.arange(len(states)).split(256):
-            for i, frame in zip(chunk.tolist(), frames_for_people(states[chunk], settings)):
+        progress, draw = tqdm(total=len(states), desc="draw", unit="frame"), drawer(settings)
+        for chunk in torch.arange(len(states)).split(64):
+            for i, frame in zip(chunk.tolist(), draw(states[chunk]).permute(0, 2, 3, 1).numpy()):
                 Image.fromarray(frame).save(folder / picture(i))
                 progress.update()
         progress.close()

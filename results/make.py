@@ -189,6 +189,8 @@ def store(name: str, run_dir: Path, output: Path) -> dict:
         strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS).convert("RGB").save(
             output / "frames" / f"{name}.jpg", quality=85
         )
+    if name.startswith("table1/") and settings["seed"] == 1:
+        shutil.copy(run_dir / "result.mp4", output / "frames" / f"{name}.mp4")
     replace_rows(output / "curves.csv", rounds)
     replace_rows(output / f"{name.partition('/')[0]}.csv", [row])  # the last: whoever has a line has everything
     return row

@@ -130,7 +130,8 @@ def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
     if script == "sac_clip_humanoid":
         scene = sac_clip_humanoid.Scene(8, 8, "realistic", "fixed", 1, 300, torch.device("cpu"))
         expected = sac_clip_humanoid.kneeling(scene.draw(states)[1])
-        frame = sac_clip_humanoid.draw_large(states[7:8], 240, sac_clip_humanoid.Args())[0]
+        scene = sac_clip_humanoid.Scene(240, 240, "realistic", "fixed", 1, 1, torch.device("cpu"))
+        frame = scene.draw(states[7:8])[0][0].permute(1, 2, 0).numpy()
     elif script == "sac_clip_mountaincar":
         expected = states[:, 0] >= 0.45
         frame = sac_clip_mountaincar.draw(states[7:8], 200, 300, "realistic")[0].permute(1, 2, 0).numpy()
@@ -220,10 +221,10 @@ def test_states_of_a_sentence_without_a_condition_wait_for_a_person(tmp_path, mo
 
 
 def test_an_interrupted_dataset_leaves_nothing(tmp_path, monkeypatch):
-    def interrupted(states, settings):
+    def interrupted(states):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset, "frames_for_people", interrupted)
+    monkeypatch.setattr(dataset, "drawer", lambda settings: interrupted)
     with pytest.raises(KeyboardInterrupt):
         call(dataset, monkeypatch, "--script", "dqn_clip_cartpole", "--output", tmp_path / "data")
     assert list(tmp_path.iterdir()) == []
