@@ -381,6 +381,9 @@ def printed_table(*names: str) -> Callable[[Path], str]:
     def table(output: Path) -> str:
         rows = [row for name in names for row in read(output / f"{name}.csv")]
         keep = [column for column in (rows or [{}])[0] if column not in ("what", "command", "machine", "commit")]
+        if len(names) > 1 and "CLIP model" not in keep:
+            rows = [{"CLIP model": row["what"].partition(" in ")[0]} | row for row in rows]
+            keep = ["CLIP model", *keep]
         return markdown(" | ".join(keep), [[row[column] for column in keep] for row in rows])
 
     return table
