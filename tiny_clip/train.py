@@ -467,12 +467,15 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > s.SEAT + 2 * s.FOOT)
     facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
     facts["kneeling"] &= tilt <= 45  # no caption says it of those who lean farther: they are close to falling
+    over = hands.amin(0) - head
+    facts["arms-raised"] &= over > 0.08  # nor that arms are raised of a hand beside the head
     facts |= {
         "nearly kneeling": low_knees & ~facts["kneeling"],
         "far from kneeling": ~low_knees & ~facts["kneeling"],
         "a knee lifted": low_knees & (knees.amin(0) < s.KNEE + 0.03) & (knees.amax(0) > s.KNEE + s.TOUCH),
         "one knee": knees_down.any(0) & ~knees_down.all(0) & feet_down.any(0) & (tilt < 45) & (seat > 0.25),
         "one arm raised": facts["standing-up"] & (hands > head).any(0) & ~(hands > head).all(0),
+        "arms half raised": facts["standing-up"] & (over > -0.3) & (over < 0.04),
         "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
         "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
         "on the heels": facts["kneeling"] & (seat < 0.36),
@@ -498,7 +501,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "legs apart": s.spread(p) * (bends < 60).all(0) * (seat < 0.4) > 60,
         "wide stance": (p["left_foot"] - p["right_foot"]).norm(dim=-1) > 0.5,
         "knees apart": (p["left_knee"] - p["right_knee"]).norm(dim=-1) > 0.45,
-        "hands up": (hands > head).all(0),
+        "hands up": over > 0.05,
         "one hand up": (hands > head).any(0) & ~(hands > head).all(0),
         "hands low": (hands < seat + 0.15).all(0),
         "hands at the hips": at_hips.all(0),
@@ -516,6 +519,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     facts |= {f"spread {degrees}": s.spread(p) > degrees for degrees in SPREADS}
     facts |= {f"bend {degrees}": bends.amax(0) > degrees for degrees in BENDS}
     facts |= {f"foot {cm}": feet.amax(0) * 100 > cm for cm in FOOT_CM}
+    facts |= {f"over {cm}": over * 100 > cm for cm in OVER_CM}
     return facts
 
 
@@ -526,6 +530,7 @@ HEAD_CM, SEAT_CM, TILTS, KNEE_CM = (
     (8, 10, 12, 15, 20, 30, 40, 50, 60),
 )
 HAND_CM, SPREADS, BENDS, FOOT_CM = range(20, 181, 20), range(30, 111, 20), range(30, 121, 30), range(15, 76, 15)
+OVER_CM = (0, 10, 20, 30)
 HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; most say something in one case only
     "kneeling": (
         "kneeling|kneeling down|on its knees|on both knees|kneeling on the floor|kneeling on both knees|down on its knees|"
@@ -577,6 +582,11 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
     "one arm raised": (
         "standing with one arm raised|standing with only one hand up|standing and raising one arm only|on its feet, with one arm up|"
         "standing, one arm in the air and the other one down",
+        "",
+    ),
+    "arms half raised": (
+        "standing with half raised arms|standing with a hand beside its head|standing, a hand no higher than its head|"
+        "standing with an arm raised and its forearm bent down",
         "",
     ),
     "one hand on the hip": ("standing with one hand on its hip|standing, only one hand on the hips", ""),
@@ -671,10 +681,16 @@ for name, limits, yes, no in (
         "with a foot higher than N cm|with a foot above N cm",
         "with both feet lower than N cm|with both feet below N cm",
     ),
+    (
+        "over",
+        OVER_CM,
+        "with both hands more than N cm above its head|with its hands over N cm above the head",
+        "with a hand less than N cm above its head|with a hand not N cm above the head",
+    ),
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 23  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 24  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
