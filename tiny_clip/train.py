@@ -144,14 +144,19 @@ CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says whe
     ),
 )
 DEGREES = np.array([5, 10, 15, 20, 30, 45, 60, 75, 90, 105, 120, 135, 150, 165])  # from upright
-HORIZONTAL, SIDE, PLACE = len(CARTPOLE_POSTURES) + len(DEGREES) + np.arange(3)  # the other facts
+HORIZONTAL, SIDE, PLACE, CUT = len(CARTPOLE_POSTURES) + len(DEGREES) + np.arange(4)  # the other facts
+IN_VIEW = 2.25  # m; farther out, a part of the cart is outside the picture
 CARTPOLE_PLACES = ("at the far left", "to the left", "in the middle", "to the right", "at the far right")
 
 
 def cartpole_scene(n: int, rng: np.random.Generator):
-    """Cart-poles: a quarter within 8° of upright, a quarter within 25°, the rest at any angle; the cart anywhere on the track."""
+    """Cart-poles: a quarter within 8° of upright, a quarter within 25°, the rest at any angle; the cart anywhere, a 13th at the track's ends.
+
+    There, half of the cart is outside the picture, and CartPole-v1 counts a failure. Captions of such frames say that the cart is cut
+    off, and nothing of the pole; without them a policy drove to the end, where an upright pole was paid as well as in the middle.
+    """
     degrees = rng.uniform(-1, 1, n) * rng.choice([8, 25, 180, 180], size=n)
-    x = rng.uniform(-2.4, 2.4, n)
+    x = rng.uniform(-2.6, 2.6, n).clip(-2.4, 2.4)
     states = np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)
     frames = dqn_clip_cartpole.draw(torch.from_numpy(states), SIZE, SIZE)
 
@@ -160,7 +165,9 @@ def cartpole_scene(n: int, rng: np.random.Generator):
     side = degrees > 0
     place = np.floor((x + 2.4) / 0.96).clip(0, 4).astype(int)
     beyond = np.abs(degrees)[:, None] >= DEGREES
-    facts = np.concatenate([within, beyond, np.stack([horizontal, side, place], axis=1)], axis=1).astype(int)
+    cut = np.abs(x) > IN_VIEW + 0.03 * rng.standard_normal(n)  # judged by eye
+    facts = np.concatenate([within, beyond, np.stack([horizontal, side, place, cut], axis=1)], axis=1).astype(int)
+    facts[cut, : SIDE + 1] = 2  # neither true nor false: no caption about a pole holds there
     mentioned = np.zeros(facts.shape, dtype=bool)
     captions = []
     for i, says in enumerate(mentioned):
@@ -180,7 +187,22 @@ def cartpole_scene(n: int, rng: np.random.Generator):
             elif kind < 0.12:
                 text = f"{cart} {CARTPOLE_PLACES[place[i]]}" + pick(rng, "| of the track| with a pole")
                 says[PLACE] = True
-            elif kind < 0.3:
+            elif cut[i]:
+                how = pick(
+                    rng,
+                    "cut off|cut off by the edge|half out of the picture|partly outside|leaving the picture|not all in view",
+                )
+                text, says[CUT] = pick(rng, f"{cart} {how}|{cart} is {how}|{pole} {on}, {how}|{pole} and {cart}, {how}"), True
+                if rng.random() < 0.4:
+                    text += f" {CARTPOLE_PLACES[place[i]]}"
+                    says[PLACE] = True
+            elif kind < 0.16:
+                text = pick(
+                    rng,
+                    "all of CART is in the picture|CART in full view|CART well inside the picture|the whole of CART to be seen",
+                )
+                text, says[CUT] = text.replace("CART", cart) + pick(rng, f"|, with {pole}"), True
+            elif kind < 0.33:
                 k = rng.integers(len(DEGREES))
                 says[len(CARTPOLE_POSTURES) + k] = True
                 how = pick(rng, "more than|at least|over" if beyond[i, k] else "less than|not even|under")
@@ -907,7 +929,7 @@ def epic_distance(reward: torch.Tensor, label: torch.Tensor) -> float:
 
 @torch.no_grad()
 def evaluate_cartpole(folder: Path, n: int = 10_000) -> None:
-    """Print EPIC distances and the angle of the highest reward on held-out states.
+    """Print EPIC distances and the angle of the highest reward on held-out states, the whole cart in the picture.
 
     The label is CartPole-v1's own limit, at most 12° from upright; half the states have it, the others lie anywhere beyond. The
     highest reward is looked for in steps of half a degree, averaged over cart positions.
@@ -915,10 +937,10 @@ def evaluate_cartpole(folder: Path, n: int = 10_000) -> None:
     rng = np.random.default_rng(10_000)  # training uses other states
     degrees = np.concatenate([rng.uniform(-12, 12, n // 2), rng.choice([-1, 1], n // 2) * rng.uniform(12, 180, n // 2)])
     states = torch.zeros(n, 4)
-    states[:, 0] = torch.from_numpy(rng.uniform(-2.4, 2.4, n))
+    states[:, 0] = torch.from_numpy(rng.uniform(-2.2, 2.2, n))
     states[:, 2] = torch.from_numpy(np.radians(degrees))
     upright = torch.from_numpy(np.abs(degrees) <= 12)
-    angles, places = torch.linspace(-180, 180, 721), torch.linspace(-2.4, 2.4, 25)
+    angles, places = torch.linspace(-180, 180, 721), torch.linspace(-2.2, 2.2, 25)
     sweep = torch.zeros(721, 25, 4)
     sweep[..., 0], sweep[..., 2] = places, torch.deg2rad(angles)[:, None]
 
