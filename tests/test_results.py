@@ -1,8 +1,10 @@
 """results/make.py: what the README claims is what the CSV files say, and these are what runs left."""
 
 import csv
+import inspect
 import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,17 @@ def test_the_pictures_of_the_readme_are_there_and_all_results_are_small():
 def test_no_result_knows_of_the_machine_it_was_made_on():
     for path in (ROOT / "results").glob("*.csv"):
         assert not re.search(r"/(home|root|tmp|work|Users)/", path.read_text()), path
+
+
+def test_what_the_readme_says_to_search_for_is_there_once():
+    rows = re.findall(r"^\| [^|]+ \| `([^`]+)` in `([^`]+)` \|$", README, re.MULTILINE)
+    assert {"labeller.submit(", "rb.add(", "td_target ="} <= {phrase for phrase, _ in rows}
+    for phrase, place in rows:
+        if place.endswith(".py"):
+            assert (ROOT / place).read_text().count(phrase) == 1, phrase
+        else:
+            for script in SCRIPTS.values():
+                assert inspect.getsource(attrgetter(place)(script)).count(phrase) == 1, (phrase, script.SCRIPT)
 
 
 @pytest.mark.parametrize("name", make.RUNS)
