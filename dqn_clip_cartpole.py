@@ -75,23 +75,23 @@ class Args:
     episode_length: int = 200
     """steps of every episode"""
     gradient_steps: int = 200
-    """updates after each round, as in the paper"""
+    """updates per round (the paper's value)"""
 
     learning_starts: int = 6_400
     """random steps before learning (paper: 75,000 of its 3,000,000)"""
     learning_rate: float = 5e-4
-    """of Adam (paper: 2.3e-3, with which late policies swing: see README, Results)"""
+    """of Adam (paper: 2.3e-3; see README, Results)"""
     buffer_size: int = 1_000_000
-    """transitions kept, at least one round of them"""
+    """transitions kept, at least one round of them (Stable-Baselines3's default, as in the paper)"""
     gamma: float = 0.99
     """discount factor"""
-    batch_size: int = 128
-    """transitions per update (paper: Stable-Baselines3's default, 32)"""
     target_network_frequency: int = 200
     """the target network is a copy of the Q-network, renewed every so many updates
     (paper: Stable-Baselines3's default, every 10,000 steps)"""
+    batch_size: int = 128
+    """transitions per update (paper: Stable-Baselines3's default, 32)"""
     start_e: float = 1.0
-    """share of random actions at the start"""
+    """share of random actions from which it falls; until `learning_starts` all are"""
     end_e: float = 0.05
     """share of random actions from `exploration_fraction` on"""
     exploration_fraction: float = 0.1
@@ -122,6 +122,7 @@ class Args:
 SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400  # of Gymnasium's frame, in whose pixels the scene is described
 COLORS = ((255, 255, 255), (202, 152, 101), (129, 132, 203))  # background, pole, axle; cart and track are black
 X_LIMIT, THETA_LIMIT = 2.4, math.radians(12)  # where the original CartPole-v1 ends an episode
+STATE_SIZE, NUM_ACTIONS = 4, 2  # the state is what is observed
 
 
 class CartPole:
@@ -167,7 +168,7 @@ class CartPole:
         obs = self.state.float()
         rewards = ground_truth_reward(obs)
         self.success &= rewards > 0
-        terminations = torch.zeros_like(self.success)  # no state is absorbing
+        terminations = torch.zeros_like(self.success)  # no state is terminal
         truncations = torch.full_like(self.success, self.t >= self.episode_length)
         return obs, rewards, terminations, truncations, {"success": self.success}
 
@@ -183,7 +184,7 @@ def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) ->
 
 
 def draw(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """States (N, 4) -> frames (N, 3, height, width) uint8 on the same device: Gymnasium's scene squashed to that size."""
+    """States (N, 4) -> frames (N, 3, height, width) uint8 on the same device: the scene squashed to that size."""
     x, theta = states[:, 0, None, None].float(), states[:, 2, None, None].float()  # (N, 1, 1)
     pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
     columns = (torch.arange(width, device=states.device) + 0.5) * pixel_x - 0.5  # a pixel's centre is an integer there
@@ -214,18 +215,19 @@ def draw(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
 class ReplayBuffer:
     """A ring of labelled transitions in preallocated tensors on the device.
 
-    There is no "done": an episode only ever ends by its time limit, which is no property of the state, so the value of every
-    next state is bootstrapped. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
+    There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
+    property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
     """
 
     FIELDS = ("obs", "next_obs", "actions", "rewards")
 
     def __init__(self, capacity: int, device: torch.device):
         self.capacity, self.device = capacity, device
-        self.obs = torch.zeros(capacity, 4, device=device)
-        self.next_obs = torch.zeros(capacity, 4, device=device)
-        self.actions = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.rewards = torch.zeros(capacity, device=device)
+        # Empty, not zeros: on a CPU memory is taken only as the buffer fills.
+        self.obs = torch.empty(capacity, STATE_SIZE, device=device)
+        self.next_obs = torch.empty(capacity, STATE_SIZE, device=device)
+        self.actions = torch.empty(capacity, dtype=torch.int64, device=device)
+        self.rewards = torch.empty(capacity, device=device)
         self.pos = self.size = 0  # next place to write; transitions held
 
     def add(self, *transitions: torch.Tensor) -> None:
@@ -242,7 +244,10 @@ class ReplayBuffer:
         return self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i]
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, name)[: self.size].clone() for name in self.FIELDS} | {"pos": self.pos, "size": self.size}
+        # Copies of parts only: torch.save would write the whole of what a part is a view of.
+        tensors = {name: getattr(self, name) for name in self.FIELDS}
+        tensors = {name: (t if self.size == self.capacity else t[: self.size].clone()).cpu() for name, t in tensors.items()}
+        return tensors | {"pos": self.pos, "size": self.size}
 
     def load_state_dict(self, state: dict) -> None:
         self.pos, self.size = state["pos"], state["size"]
@@ -254,7 +259,7 @@ class QNetwork(nn.Sequential):
     """Observations (N, 4) -> action values (N, 2)."""
 
     def __init__(self):
-        super().__init__(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2))
+        super().__init__(nn.Linear(STATE_SIZE, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, NUM_ACTIONS))
 
 
 # ---- Labelling
@@ -269,7 +274,7 @@ class Labeller:
 
     def __init__(self, reward_model: CLIPReward, args: Args, pool: ThreadPoolExecutor):
         self.reward_model, self.batch_size, self.pool = reward_model, args.clip_batch_size, pool
-        self.batches, self.rest = [], torch.empty(0, 4, device=reward_model.device)
+        self.batches, self.rest = [], torch.empty(0, STATE_SIZE, device=reward_model.device)
 
     def submit(self, states: torch.Tensor) -> None:
         """Take in states (N, 4); a batch begins when it is full and more come."""
@@ -301,7 +306,7 @@ class Labeller:
 
 @torch.no_grad()
 def evaluate(q_network: QNetwork, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Play `args.episodes` greedy episodes -> metrics, states (episode_length, episodes, 4), their CLIP rewards."""
+    """Play `args.episodes` episodes without exploration -> metrics, states (episode_length, episodes, 4), their CLIP rewards."""
     envs = CartPole(args.episodes, args.episode_length, labeller.reward_model.device)
     obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that no training sees, and no other seed
     states = []
@@ -311,25 +316,28 @@ def evaluate(q_network: QNetwork, labeller: Labeller, args: Args) -> tuple[dict,
     states = torch.stack(states)
     labeller.submit(states.flatten(0, 1))
     rewards = labeller.result(f"score {args.episodes} episodes")[0].view(states.shape[:2])
+    true_rewards = ground_truth_reward(states.flatten(0, 1)).view(states.shape[:2])
     metrics = {
         "success_rate": infos["success"].float().mean().item(),
         "clip_return": rewards.sum(0).mean().item(),
-        "ground_truth_return": ground_truth_reward(states.flatten(0, 1)).sum().item() / args.episodes,
+        "ground_truth_return": true_rewards.sum(0).mean().item(),
     }
     return metrics, states, rewards
 
 
 def picture(states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
-    """States (T, 4) of one episode and their rewards (T,) -> a strip of eight frames, each with its step and CLIP reward."""
+    """States (T, N, 4) and their rewards (T, N) -> a contact sheet: eight frames of an episode a row, with step and CLIP reward."""
+    width, height = 200, 150
     steps = torch.linspace(0, len(states) - 1, 8).round().long().to(states.device)
-    strip = Image.new("RGB", (8 * 200, 150), "gray")
-    pen = ImageDraw.Draw(strip)
-    for k, frame in enumerate(draw(states[steps], 124, 196).permute(0, 2, 3, 1).cpu().numpy()):
-        strip.paste(Image.fromarray(frame), (k * 200 + 2, 2))
-        pen.text(
-            (k * 200 + 20, 130), f"step {steps[k] + 1}   reward {rewards[steps[k]]:.3f}", "white", ImageFont.load_default(14)
-        )
-    return strip
+    frames = draw(states[steps].transpose(0, 1).flatten(0, 1), height - 26, width - 4)
+    sheet = Image.new("RGB", (8 * width, states.shape[1] * height), "gray")
+    pen = ImageDraw.Draw(sheet)
+    for n, frame in enumerate(frames.permute(0, 2, 3, 1).cpu().numpy()):
+        row, k = divmod(n, 8)
+        sheet.paste(Image.fromarray(frame), (k * width + 2, row * height + 2))
+        text = f"step {steps[k] + 1}   reward {rewards[steps[k], row]:.3f}"
+        pen.text((k * width + 20, row * height + height - 20), text, "white", ImageFont.load_default(14))
+    return sheet
 
 
 def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor) -> None:
@@ -352,14 +360,15 @@ def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor) -> None
 def report_evaluation(path: Path, args: Args, metrics: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
     """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
     versions = {name: version(name) for name in ("torch", "open_clip_torch")}
-    strip = picture(states[:, 0], rewards[:, 0])
+    sheet = picture(states[:, :4], rewards[:, :4])
     write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3])
-    strip.save(f"{path}.png")
+    sheet.save(f"{path}.png")
     save(Path(f"{path}.json"), metrics | {"settings": args.to_save(), "versions": versions})
+    print(f"{'prompt':>20}  {'; '.join(args.prompt)}")
     for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     print(f"{'written to':>20}  {path}.json, .mp4, .png")
-    return strip
+    return sheet
 
 
 def save(path: Path, content: dict) -> None:
@@ -427,7 +436,7 @@ def read_settings() -> tuple[Args, dict | None]:
         fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
-    args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
+    args.run_dir = args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}"
     if not checkpoint and os.path.exists(args.run_dir):
         resumable = os.path.exists(args.run_dir / "checkpoint.pt")
         fail(f"{args.run_dir} exists: choose another --run-dir{f' or --resume {args.run_dir}' if resumable else ''}")
@@ -467,7 +476,7 @@ def act(
     all_obs, all_actions = [obs], []
     for _ in range(args.episode_length):
         explore = torch.rand(envs.num_envs, generator=rng, device=obs.device) < random_share(step, args)
-        random_actions = torch.randint(2, (envs.num_envs,), generator=rng, device=obs.device)
+        random_actions = torch.randint(NUM_ACTIONS, (envs.num_envs,), generator=rng, device=obs.device)
         actions = torch.where(explore, random_actions, q_network(obs).argmax(dim=1))
         obs, _, _, _, infos = envs.step(actions)
         labeller.submit(obs)
@@ -491,6 +500,7 @@ def main() -> None:
         fail(str(error))
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
+    print(f"prompt {'; '.join(args.prompt)}")
     if not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
 
@@ -511,14 +521,16 @@ def main() -> None:
     rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = CartPole(args.num_envs, args.episode_length, device)
     envs.reset(seed=args.seed)
-    rngs = {name: torch.Generator(device).manual_seed(args.seed + 1_000 * k) for k, name in enumerate(("act", "sample"), 1)}
+    rngs = {"act": torch.Generator(device), "sample": torch.Generator(device)}
+    for k, rng in enumerate(rngs.values(), 1):
+        rng.manual_seed(args.seed + 1_000 * k)
     rngs["envs"] = envs.rng
-    global_step, updates, best_return, training_seconds = 0, 0, -math.inf, 0.0
+    global_step, best_return, updates, training_seconds = 0, -math.inf, 0, 0.0
     parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "rb": rb}
 
     def save_checkpoint() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
-        counters = {"global_step": global_step, "updates": updates, "best_return": best_return}
+        counters = {"global_step": global_step, "best_return": best_return, "updates": updates}
         content = {"script": SCRIPT, "settings": args.to_save(), "training_seconds": training_seconds} | counters
         content |= {"rngs": {name: rng.get_state() for name, rng in rngs.items()}}
         save(args.run_dir / "checkpoint.pt", content | {name: part.state_dict() for name, part in parts.items()})
@@ -529,8 +541,8 @@ def main() -> None:
         name = args.run_dir.name
         wandb.init(project=args.wandb_project_name, id=name, config=args.to_save(), resume="allow", sync_tensorboard=True)
     if args.resume:
-        global_step, updates, best_return = (checkpoint[name] for name in ("global_step", "updates", "best_return"))
-        training_seconds = checkpoint["training_seconds"]
+        global_step, best_return = checkpoint["global_step"], checkpoint["best_return"]
+        updates, training_seconds = checkpoint["updates"], checkpoint["training_seconds"]
         if global_step >= args.total_timesteps:
             print("this run is already trained: only its evaluation is made again")
         for name, rng in rngs.items():
@@ -567,16 +579,16 @@ def main() -> None:
         played = deepcopy(q_network)
         acting = pool.submit(act, played, envs, labeller, rngs["act"], step_before, args)
 
-        # ---- Learn: ordinary DQN, on the transitions of the rounds before.
+        # ---- Learn: DQN, on the transitions of the rounds before.
         for _ in range(args.gradient_steps if learning else 0):
             b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rngs["sample"])
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
                 td_target = b_rewards + args.gamma * target_network(b_next_obs).max(dim=1).values
             q_values = q_network(b_obs).gather(1, b_actions[:, None]).squeeze(1)
-            loss = F.smooth_l1_loss(q_values, td_target)
+            td_loss = F.smooth_l1_loss(q_values, td_target)
             optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(q_network.parameters(), 10)
+            td_loss.backward()
+            nn.utils.clip_grad_norm_(q_network.parameters(), 10)  # Stable-Baselines3's default
             optimizer.step()
             updates += 1
             if updates % args.target_network_frequency == 0:
@@ -588,10 +600,10 @@ def main() -> None:
         all_obs, actions, success, seconds["simulate"] = acting.result()
         clip_rewards, label_seconds = labeller.result()
         seconds |= label_seconds
-        obs, states, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten()
-        true_rewards = ground_truth_reward(states)
-        rb.add(obs, states, actions, true_rewards if args.reward == "ground-truth" else clip_rewards)
-        global_step += len(actions)
+        obs, next_obs, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1)
+        true_rewards = ground_truth_reward(next_obs)
+        rb.add(obs, next_obs, actions, true_rewards if args.reward == "ground-truth" else clip_rewards)
+        global_step += args.num_envs * args.episode_length
 
         # ---- Report.
         sums = torch.stack([clip_rewards.sum(), true_rewards.sum(), success.sum()]) / args.num_envs
@@ -610,13 +622,14 @@ def main() -> None:
         scalars |= {"charts/SPS": (global_step - step_before) / elapsed}
         scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
         if learning:
-            scalars |= {"losses/td_loss": loss.item(), "losses/q_values": q_values.mean().item()}
+            scalars |= {"losses/td_loss": td_loss.item(), "losses/q_values": q_values.mean().item()}
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
         if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
-            strip = picture(states[:: args.num_envs], clip_rewards[:: args.num_envs])  # the first environment's
-            writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
-            strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
+            first = clip_rewards.view(args.episode_length, args.num_envs)[:, :1]
+            sheet = picture(all_obs[1:, :1], first)  # the first environment's
+            writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")
+            sheet.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
         if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:
             writer.flush()
             save_checkpoint()
@@ -636,13 +649,13 @@ def main() -> None:
     for policy in (best, last):
         q_network.load_state_dict(policy["q_network"])
         evaluations.append(evaluate(q_network, labeller, args))
-    goal = "ground_truth_return" if args.reward == "ground-truth" else "clip_return"
-    metrics, states, rewards = max(evaluations, key=lambda evaluation: evaluation[0][goal])
+    criterion = "ground_truth_return" if args.reward == "ground-truth" else "clip_return"
+    metrics, states, rewards = max(evaluations, key=lambda evaluation: evaluation[0][criterion])
     if metrics is evaluations[1][0]:
         save(args.run_dir / "best.pt", last)
     metrics["steps_per_second"] = global_step / training_seconds
-    strip = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
-    writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
+    sheet = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
+    writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")
     writer.close()
 
 

@@ -1,9 +1,9 @@
-"""A humanoid robot that kneels because a sentence says so: SAC whose only reward is a CLIP model's opinion of the frame.
+"""A humanoid robot learned from one sentence: SAC whose only reward is a CLIP model's opinion of the frame.
 
     python sac_clip_humanoid.py --prompt "a humanoid robot kneeling"
 
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
-top to bottom: settings, environment, drawing, tasks, replay buffer, networks, several processes, labelling, evaluation, and the loop:
+top to bottom: settings, environment, drawing, tasks, several processes, replay buffer, networks, labelling, evaluation, and the loop:
 act, learn, label, report.
 
 C MuJoCo moves the robots, mujoco_warp draws them, on a CPU or a CUDA GPU, without OpenGL and without a display. Several
@@ -45,7 +45,7 @@ from tqdm import tqdm, trange
 
 from clip_reward import CLIPReward, RewardModelError, native_precision
 
-# warp and mujoco_warp are imported where they are used: that takes seconds, and --help does not need them.
+# warp and mujoco_warp are imported where they are used: they take seconds, and --help needs none of them.
 
 SCRIPT = Path(__file__).stem
 THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
@@ -78,7 +78,7 @@ class Args:
     camera: Literal["fixed", "original"] = "fixed"
     """the paper's, in front of the robot, or the one of Gymnasium's XML, which follows it from the side"""
     supersample: int = 1
-    """N: N x N samples a pixel"""
+    """N: N x N samples a pixel of what CLIP sees (pictures and video: always 2)"""
     clip_model: str | None = None
     """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny
     (default: the paper's ViT-bigG-14/laion2b_s39b_b160k on CUDA, the bundled tiny on a CPU)"""
@@ -110,7 +110,7 @@ class Args:
     episode_length: int = 100
     """steps of every episode, of 15 ms"""
     gradient_steps: int = 300
-    """updates after each round (paper: 100)"""
+    """updates per round (paper: 100)"""
 
     learning_starts: int = 6_400
     """random steps before learning (paper: 50,000)"""
@@ -119,7 +119,7 @@ class Args:
     anneal_lr: bool = True
     """lower it evenly to 0 at the end of training, so that the last policies change little (paper: no)"""
     buffer_size: int = 1_000_000
-    """transitions kept, at least one round of them (Stable-Baselines3's default, as in the paper)"""
+    """transitions kept, over all processes, at least one round of them (Stable-Baselines3's default, as in the paper)"""
     gamma: float = 0.95
     """discount factor"""
     tau: float = 0.005
@@ -222,8 +222,10 @@ class Humanoid:
         self.each(simulate)
         self.t += 1
         obs, infos = self.observe()
-        rewards, terminations = torch.zeros(self.num_envs), torch.zeros(self.num_envs, dtype=torch.bool)
-        return obs, rewards, terminations, torch.full_like(terminations, self.t >= self.episode_length), infos
+        rewards = torch.zeros(self.num_envs)
+        terminations = torch.zeros(self.num_envs, dtype=torch.bool)  # no state is terminal
+        truncations = torch.full_like(terminations, self.t >= self.episode_length)
+        return obs, rewards, terminations, truncations, infos
 
     def each(self, work: Callable) -> None:
         """Do `work(model, data)` for every environment and write down what there is to observe."""
@@ -405,8 +407,10 @@ class Scene:
         return frames, dict(zip([*GEOM_POINTS, *BODY_POINTS], points.unbind(1)))
 
 
-# ---- The tasks: what a person would have to see in the frame (paper, Table 2), from where the parts of the body are.
-# No agent ever learns from these conditions. They are the ground truth beside the CLIP reward, so that reward hacking shows.
+# ---- Tasks
+
+# What a person would have to see in the frame (paper, Table 2), from where the parts of the body are. No agent ever learns from
+# these conditions. They are the ground truth beside the CLIP reward, so that reward hacking shows.
 
 SEAT, KNEE, FOOT = 0.09, 0.049, 0.075  # radii, m: so high is the middle of a part that lies on the floor
 TOUCH = 0.04  # m above the floor that pass for touching it
@@ -508,6 +512,23 @@ TASKS = {  # goal prompt (paper, Table 3) and success condition of each
     "arms-crossed": ("a humanoid robot standing up, with its arms crossed", arms_crossed),
     "standing-on-one-leg": ("a humanoid robot standing up on one leg", standing_on_one_leg),
 }
+
+
+# ---- Several processes
+
+
+def total(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of all processes' tensors, in place."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def average_gradients(parameters: list[torch.Tensor]) -> None:
+    if WORLD_SIZE > 1:
+        gradients = total(torch.cat([p.grad.view(-1) for p in parameters])) / WORLD_SIZE
+        for p, gradient in zip(parameters, gradients.split([p.numel() for p in parameters])):
+            p.grad.copy_(gradient.view_as(p))
 
 
 # ---- Replay buffer and networks
@@ -622,23 +643,6 @@ class Actor(nn.Module):
         return raw.tanh(), log_prob.sum(1)
 
 
-# ---- Several processes
-
-
-def total(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of all processes' tensors, in place."""
-    if WORLD_SIZE > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def average_gradients(parameters: list[torch.Tensor]) -> None:
-    if WORLD_SIZE > 1:
-        gradients = total(torch.cat([p.grad.view(-1) for p in parameters])) / WORLD_SIZE
-        for p, gradient in zip(parameters, gradients.split([p.numel() for p in parameters])):
-            p.grad.copy_(gradient.view_as(p))
-
-
 # ---- Labelling
 
 
@@ -654,7 +658,7 @@ class Labeller:
         self.batches, self.rest = [], torch.empty(0, STATE_SIZE)
         look = (args.textures, args.camera, args.supersample, args.clip_batch_size, reward_model.device)
         self.scenes = SimpleQueue()  # of those that nobody draws with
-        for _ in range(THREADS if reward_model.device.type == "cpu" else 1):
+        for _ in range(max(THREADS, 2) if reward_model.device.type == "cpu" else 1):  # one for each thread that labels
             self.scenes.put(Scene(*reward_model.size, *look))
 
     def submit(self, states: torch.Tensor) -> None:
@@ -664,27 +668,27 @@ class Labeller:
 
     @torch.no_grad()
     def label(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        """States (N, 24) -> rewards (N,), whether the task's condition holds (N,) bool, seconds spent drawing, and scoring."""
+        """States (N, 24) -> rewards (N,), 1.0 where the task's condition holds (N,), seconds spent drawing, and scoring."""
         scene = self.scenes.get()
+        start = time.perf_counter()
         try:
-            start = time.perf_counter()
             frames, points = scene.draw(states.to(self.reward_model.device))  # (N, 3, height, width) uint8, never stored
-            drawn = time.perf_counter()
-            rewards = self.reward_model(frames)
         finally:
             self.scenes.put(scene)
-        goals = TASKS[self.task][1](points) if self.task else torch.zeros_like(rewards, dtype=torch.bool)
-        return rewards, goals, drawn - start, time.perf_counter() - drawn
+        drawn = time.perf_counter()
+        rewards = self.reward_model(frames)
+        true_rewards = TASKS[self.task][1](points).float() if self.task else torch.zeros_like(rewards)
+        return rewards, true_rewards, drawn - start, time.perf_counter() - drawn
 
     def result(self, show: str | None = None) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-        """-> rewards and goals of all states since the last result, in their order; seconds spent, the sum of all threads'."""
+        """-> rewards and true rewards of all states since the last result, in their order; seconds spent on them, the sum of all threads'."""
         self.batches.append((self.pool.submit(self.label, self.rest), self.rest))
         batches = tqdm(self.batches, desc=show, leave=False, disable=not show)
         own = [self.label(states) if task.cancel() else None for task, states in batches]  # what no thread has begun yet
         labels = [mine or task.result() for mine, (task, _) in zip(own, self.batches)]
         self.batches, self.rest = [], self.rest[:0]
-        rewards, goals, draw_seconds, clip_seconds = zip(*labels)
-        return torch.cat(rewards), torch.cat(goals), {"draw": sum(draw_seconds), "clip": sum(clip_seconds)}
+        rewards, true_rewards, draw_seconds, clip_seconds = zip(*labels)
+        return torch.cat(rewards), torch.cat(true_rewards), {"draw": sum(draw_seconds), "clip": sum(clip_seconds)}
 
 
 # ---- Evaluation, pictures, files
@@ -692,7 +696,7 @@ class Labeller:
 
 @torch.no_grad()
 def evaluate(actor: Actor, obs_norm: nn.Module, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 24), their CLIP rewards."""
+    """Play `args.episodes` episodes without exploration -> metrics, states (episode_length, episodes, 24), their CLIP rewards."""
     actor, obs_norm = deepcopy(actor).cpu(), deepcopy(obs_norm).cpu()
     envs = Humanoid(args.episodes, args.episode_length, THREADS)
     obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that no training sees, and no other seed
@@ -702,21 +706,22 @@ def evaluate(actor: Actor, obs_norm: nn.Module, labeller: Labeller, args: Args) 
         states.append(infos["states"])
     states = torch.stack(states)
     labeller.submit(states.flatten(0, 1))
-    rewards, goals, _ = labeller.result(f"score {args.episodes} episodes")
-    states, rewards, goals = states.to(rewards.device), rewards.view(states.shape[:2]), goals.view(states.shape[:2])
-    metrics = {"clip_return": rewards.sum(0).mean().item()}
-    if args.task:
-        metrics = {
-            "success_rate": success_rate(goals).item(),
-            **metrics,
-            "ground_truth_return": goals.float().sum(0).mean().item(),
-        }
+    rewards, true_rewards, _ = labeller.result(f"score {args.episodes} episodes")
+    states = states.to(rewards.device)
+    rewards, true_rewards = rewards.view(states.shape[:2]), true_rewards.view(states.shape[:2])
+    metrics = {
+        "success_rate": succeeded(true_rewards).float().mean().item(),
+        "clip_return": rewards.sum(0).mean().item(),
+        "ground_truth_return": true_rewards.sum(0).mean().item(),
+    }
+    if not args.task:
+        metrics = {"clip_return": metrics["clip_return"]}  # no more is known
     return metrics, states, rewards
 
 
-def success_rate(goals: torch.Tensor) -> torch.Tensor:
-    """Whether the condition holds (T, N) -> share of the episodes in which it does at half of the steps or more (paper, Table 2)."""
-    return (goals.float().mean(0) >= 0.5).float().mean()
+def succeeded(true_rewards: torch.Tensor) -> torch.Tensor:
+    """True rewards (T, N) -> whether the condition holds at half of an episode's steps or more (N,) bool (paper, Table 2)."""
+    return true_rewards.mean(0) >= 0.5
 
 
 def draw_large(states: torch.Tensor, size: int, args: Args) -> np.ndarray:
@@ -861,7 +866,7 @@ def read_settings() -> tuple[Args, dict | None]:
             fail(f"each process needs a GPU of its own: give --device cuda and at most {torch.cuda.device_count()} processes")
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
-    args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
+    args.run_dir = args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}"
     if RANK == 0 and not checkpoint and os.path.exists(args.run_dir):  # the others may come when it has been made
         resumable = os.path.exists(args.run_dir / "checkpoint.pt")
         fail(f"{args.run_dir} exists: choose another --run-dir{f' or --resume {args.run_dir}' if resumable else ''}")
@@ -931,6 +936,7 @@ def main() -> None:
         print(f"prompt {'; '.join(args.prompt)}; {f'success is measured as {args.task}' if args.task else 'no known task'}")
     if RANK == 0 and not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
+
     # One core is left to the learning, here; on a GPU one thread acts and one labels.
     threads = max(THREADS - 1, 1) if device.type == "cpu" else 2
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -961,10 +967,10 @@ def main() -> None:
     num_envs, batch_size = args.num_envs // WORLD_SIZE, args.batch_size // WORLD_SIZE  # of this process
     rb = ReplayBuffer(max(args.buffer_size // WORLD_SIZE, num_envs * args.episode_length), device)
     envs = Humanoid(num_envs, args.episode_length, max(THREADS - 1, 1))
-    envs.reset(seed=args.seed + RANK * num_envs)
+    envs.reset(seed=10_000 * args.seed + RANK * num_envs)  # each environment has its own
     rngs = {"act": torch.Generator(), "sample": torch.Generator(device)}
     for k, rng in enumerate(rngs.values(), 1):
-        rng.manual_seed(args.seed + RANK + 1_000 * k)
+        rng.manual_seed(args.seed + 1_000 * k + 1_000_000 * RANK)
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
     parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
     parts |= {"mean_actor": mean_actor, "obs_norm": obs_norm, "reward_norm": reward_norm}
@@ -974,7 +980,7 @@ def main() -> None:
         """All that the rest of the run depends on between two rounds: a resumed run is the unbroken one, bit for bit on a CPU."""
         own = {"rb": rb.state_dict(), "rngs": {name: rng.get_state() for name, rng in rngs.items()}}
         own["envs_rngs"] = [rng.bit_generator.state for rng in envs.rngs]
-        every = [own] * WORLD_SIZE  # process's own
+        every = [own] * WORLD_SIZE  # the own parts of every process
         if WORLD_SIZE > 1:
             dist.gather_object(own, every if RANK == 0 else None)
         if RANK == 0:
@@ -1037,10 +1043,10 @@ def main() -> None:
         learning = step_before >= max(args.learning_starts, 1)
 
         # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
-        played = (deepcopy(mean_actor).cpu(), deepcopy(obs_norm).cpu())
-        acting = pool.submit(act, *played, envs, labeller, rngs["act"], step_before, args)
+        played = {"actor": deepcopy(mean_actor).cpu(), "obs_norm": deepcopy(obs_norm).cpu()}
+        acting = pool.submit(act, *played.values(), envs, labeller, rngs["act"], step_before, args)
 
-        # ---- Learn: ordinary SAC, on the transitions of the rounds before.
+        # ---- Learn: SAC, on the transitions of the rounds before.
         if args.anneal_lr:
             for optimizer in (actor_optimizer, q_optimizer, ent_coef_optimizer):
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step_before / args.total_timesteps)
@@ -1076,10 +1082,10 @@ def main() -> None:
             follow(averages, averaged, None)
         seconds = {"update": time.perf_counter() - start}
 
-        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Eq. 2), by whatever threads are
-        # free, and now by this one, too. Then the round enters the buffer.
+        # ---- Label: the frame after each step is drawn and scored with CLIP (Algorithm 1; Definition 1), by whatever threads
+        # are free, and now by this one, too. Then the round enters the buffer.
         all_obs, actions, states, seconds["simulate"] = acting.result()
-        clip_rewards, goals, label_seconds = labeller.result()
+        clip_rewards, true_rewards, label_seconds = labeller.result()
         seconds |= label_seconds
         all_obs, actions, states = all_obs.to(device), actions.to(device), states.to(device)
         obs, next_obs, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1)
@@ -1091,22 +1097,24 @@ def main() -> None:
             reward_norm.update(clip_rewards.view(-1, 1))
 
         # ---- Report.
-        clip_rewards, goals = (labels.view(args.episode_length, num_envs) for labels in (clip_rewards, goals))
-        sums = torch.stack([clip_rewards.sum(), goals.sum(), success_rate(goals) * num_envs])
-        clip_return, ground_truth_return, success = (total(sums) / args.num_envs).tolist()
+        clip_rewards, true_rewards = (r.view(args.episode_length, num_envs) for r in (clip_rewards, true_rewards))
+        sums = torch.stack([clip_rewards.sum(), true_rewards.sum(), succeeded(true_rewards).sum()])
+        clip_return, ground_truth_return, success_rate = (total(sums) / args.num_envs).tolist()
         if clip_return > best_return:
             best_return = clip_return if step_before >= args.learning_starts else -math.inf  # random actions do not count
             if RANK == 0:
                 best = {"script": SCRIPT, "settings": args.to_save(), "global_step": step_before}
-                save(args.run_dir / "best.pt", best | dict(zip(("actor", "obs_norm"), (part.state_dict() for part in played))))
+                save(args.run_dir / "best.pt", best | {name: part.state_dict() for name, part in played.items()})
         elapsed = time.perf_counter() - start
         training_seconds += elapsed
         progress.update(min(global_step, args.total_timesteps) - progress.n)
         if RANK == 0:
-            scalars = {"charts/clip_return": clip_return, "charts/SPS": (global_step - step_before) / elapsed}
+            shown, scalars = {"clip_return": f"{clip_return:.1f}"}, {"charts/clip_return": clip_return}
             if args.task:
-                scalars |= {"charts/ground_truth_return": ground_truth_return, "charts/success_rate": success}
-            progress.set_postfix({name[7:]: f"{value:.2f}" for name, value in scalars.items() if "SPS" not in name})
+                shown["success"] = f"{success_rate:.2f}"
+                scalars |= {"charts/ground_truth_return": ground_truth_return, "charts/success_rate": success_rate}
+            progress.set_postfix(shown)
+            scalars |= {"charts/SPS": (global_step - step_before) / elapsed}
             scalars |= {f"seconds_per_round/{phase}": value for phase, value in seconds.items()}
             if learning:
                 scalars |= {"losses/qf_loss": qf_loss.item(), "losses/actor_loss": actor_loss.item()}
@@ -1134,8 +1142,8 @@ def main() -> None:
     if RANK > 0:
         return
     if stopped:
-        torchrun = f"torchrun --nproc-per-node={WORLD_SIZE}" if WORLD_SIZE > 1 else "python"
-        print(f"stopped at step {global_step}, nothing lost; go on with: {torchrun} {SCRIPT}.py --resume {args.run_dir}")
+        launcher = f"torchrun --nproc-per-node={WORLD_SIZE}" if WORLD_SIZE > 1 else "python"
+        print(f"stopped at step {global_step}, nothing lost; go on with: {launcher} {SCRIPT}.py --resume {args.run_dir}")
         sys.exit(128 + (stop or [signal.SIGTERM])[0])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

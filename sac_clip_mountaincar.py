@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +56,7 @@ class Args:
     """what the scene looks like in general"""
     goal_baseline_alpha: float = 0.5
     """α of goal-baseline regularization, 0 (plain cosine) to 1; most values in between work (paper, Section 4.2)"""
-    textures: Literal["realistic", "plain"] = "realistic"
+    textures: Literal["realistic", "original"] = "realistic"
     """how the scene is drawn: as mountains with a red car, or as Gymnasium does"""
     clip_model: str | None = None
     """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny
@@ -87,14 +87,14 @@ class Args:
     episode_length: int = 200
     """steps of every episode (the paper does not say; its code's example has 200)"""
     gradient_steps: int = 200
-    """updates after each round: one for each step of all environments, as in Stable-Baselines3"""
+    """updates per round: one for each step of all environments, as in Stable-Baselines3"""
 
     learning_starts: int = 3_200
     """random steps before learning, by default the first round (paper: Stable-Baselines3's default, 100)"""
     learning_rate: float = 1e-4
     """of Adam, for actor and critics"""
     buffer_size: int = 1_000_000
-    """transitions kept, at least one round of them"""
+    """transitions kept, at least one round of them (Stable-Baselines3's default, as in the paper)"""
     gamma: float = 0.9999
     """discount factor"""
     tau: float = 0.01
@@ -129,8 +129,9 @@ class Args:
 # ---- Environment and drawing
 
 SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400  # of Gymnasium's frame, in whose pixels the scene is described
-X_MIN, X_MAX, X_GOAL = -1.2, 0.6, 0.45
+X_MIN, X_MAX, X_GOAL = -1.2, 0.6, 0.45  # the ends of the track, and where the flag stands
 MAX_SPEED = 0.07
+STATE_SIZE, ACTION_SIZE = 2, 1  # the state is what is observed
 
 
 class MountainCar:
@@ -171,13 +172,13 @@ class MountainCar:
         obs = self.state.float()
         rewards = ground_truth_reward(obs)
         self.success = rewards > 0
-        terminations = torch.zeros_like(self.success)  # the goal is absorbing, and yet the episode goes on
+        terminations = torch.zeros_like(self.success)  # no state is terminal, the goal neither: the episode goes on
         truncations = torch.full_like(self.success, self.t >= self.episode_length)
         return obs, rewards, terminations, truncations, {"success": self.success}
 
 
 def ground_truth_reward(states: torch.Tensor) -> torch.Tensor:
-    """States (N, 2) -> 1.0 at the goal, else 0.0 (N,), for each step there. (Gymnasium pays 100, once, and ends the episode.)"""
+    """States (N, 2) -> 1.0 at the goal, else 0.0 (N,), for each step there. (Gymnasium pays 100, once, less a cost of the actions.)"""
     return (states[:, 0] >= X_GOAL).float()
 
 
@@ -192,14 +193,14 @@ SAMPLES = 3  # points per pixel and direction at which the car is looked up
 CAR_RADIUS = 48  # no part of the car is further from its middle, in Gymnasium's pixels
 
 
-@lru_cache
+@cache
 def paint_background(textures: str) -> Image.Image:
     """What never moves, painted once, DETAIL times Gymnasium's size: the sky, the mountains and the flag."""
     y = (SCREEN_HEIGHT - (torch.arange(SCREEN_HEIGHT * DETAIL) + 0.5) / DETAIL)[:, None] / SCALE  # of each row and
     x = (torch.arange(SCREEN_WIDTH * DETAIL) + 0.5) / DETAIL / SCALE + X_MIN  # of each column, in the environment's units
     rng = torch.Generator().manual_seed(6)  # the clouds leave the flag free
 
-    def noise(cells: int) -> torch.Tensor:
+    def smooth_noise(cells: int) -> torch.Tensor:
         """Smooth random values in [0, 1] (rows, columns): static of ever finer grain, the finer the fainter."""
         static = [torch.rand(1, 1, cells << k, cells * 3 // 2 << k, generator=rng) / 2**k for k in range(4)]
         smooth = sum(F.interpolate(grain, size=(len(y), len(x)), mode="bicubic") for grain in static)[0, 0]
@@ -218,11 +219,11 @@ def paint_background(textures: str) -> Image.Image:
     pixels = torch.full((3, len(y), len(x)), 255.0)
     if textures == "realistic":
         pixels = mix((60, 126, 206), (190, 220, 246), 1.2 - y)  # the sky, paler towards the horizon
-        pixels = mix(pixels, (255, 255, 255), (noise(4) - 0.55) * 4 * ((y - 0.55) * 4).clamp(0, 1))  # clouds
+        pixels = mix(pixels, (255, 255, 255), (smooth_noise(4) - 0.55) * 4 * ((y - 0.55) * 4).clamp(0, 1))  # clouds
         for bottom, top, colour in ((0.55, 0.95, (128, 148, 184)), (0.35, 0.68, (78, 108, 112))):  # two ranges far away
-            far = mix(colour, (240, 244, 250), (y - 0.72 + 0.1 * noise(16)) * 20)  # with snow on their tops
+            far = mix(colour, (240, 244, 250), (y - 0.72 + 0.1 * smooth_noise(16)) * 20)  # with snow on their tops
             pixels = mix(pixels, far, (bottom + (top - bottom) * ridge(9) - y) * 200)
-        depth, grain, patches = ground(x) - y, noise(24), noise(6)
+        depth, grain, patches = ground(x) - y, smooth_noise(24), smooth_noise(6)
         rock, grass = mix((122, 106, 94), (62, 54, 50), grain), mix((98, 152, 62), (50, 98, 38), grain)
         snow, snows = mix((252, 253, 255), (200, 212, 230), grain), ((ground(x) - 0.85 + 0.1 * patches) * 40).clamp(0, 1)
         mountain = mix(rock, grass, (0.05 + 0.1 * patches - depth) * 100)
@@ -236,7 +237,7 @@ def paint_background(textures: str) -> Image.Image:
         return ((column + 0.5) * DETAIL, (SCREEN_HEIGHT - 0.5 - row) * DETAIL)
 
     flag_x, flag_y = int((X_GOAL - X_MIN) * SCALE), int(ground(torch.tensor(X_GOAL)) * SCALE)
-    if textures == "plain":
+    if textures == "original":
         pen.line([at((a - X_MIN) * SCALE, ground(a) * SCALE) for a in torch.linspace(X_MIN, X_MAX, 100)], "black", DETAIL)
         pen.line([at(flag_x, flag_y - 0.5), at(flag_x, flag_y + 50.5)], "black", DETAIL)
         pen.polygon([at(flag_x, flag_y + 50), at(flag_x, flag_y + 40), at(flag_x + 25, flag_y + 45)], (204, 204, 0))
@@ -258,7 +259,7 @@ def paint_car(textures: str) -> Image.Image:
     def wheel(right: float, up: float, radius: float, colour: tuple[int, int, int]) -> None:
         pen.ellipse(at((right - radius, up + radius), (right + radius, up - radius)), colour)
 
-    if textures == "plain":  # with the half pixel that Gymnasium's polygon filling adds
+    if textures == "original":  # with the half pixel that Gymnasium's polygon filling adds
         pen.polygon(at((-20.5, -0.5), (-20.5, 20.5), (20.5, 20.5), (20.5, -0.5)), "black")
         for right in (-10, 10):
             wheel(right, 0, 8.5, (128, 128, 128))
@@ -288,14 +289,14 @@ def paintings(textures: str, height: int, width: int, device: torch.device) -> t
 
 
 def draw(states: torch.Tensor, height: int, width: int, textures: str) -> torch.Tensor:
-    """States (N, 2) -> frames (N, 3, height, width) uint8 on the same device, the scene squashed to that size.
+    """States (N, 2) -> frames (N, 3, height, width) uint8 on the same device: the scene squashed to that size.
 
     Only a window around the car, the same size for all, is computed, with SAMPLES x SAMPLES points in every pixel.
     """
     background, car = paintings(textures, height, width, states.device)
     n, x = len(states), states[:, 0].float()
     pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
-    if textures == "plain":
+    if textures == "original":
         up, lean = SCALE * ground(x) + 10.5, (3 * x).cos()  # Gymnasium's
     else:  # both wheels on the ground, whose slope is 1.35 cos 3x
         wheel = 24 / SCALE / (1 + (1.35 * (3 * x).cos()).square()).sqrt()
@@ -341,10 +342,11 @@ class ReplayBuffer:
 
     def __init__(self, capacity: int, device: torch.device):
         self.capacity, self.device = capacity, device
-        self.obs = torch.zeros(capacity, 2, device=device)
-        self.next_obs = torch.zeros(capacity, 2, device=device)
-        self.actions = torch.zeros(capacity, 1, device=device)
-        self.rewards = torch.zeros(capacity, device=device)
+        # Empty, not zeros: on a CPU memory is taken only as the buffer fills.
+        self.obs = torch.empty(capacity, STATE_SIZE, device=device)
+        self.next_obs = torch.empty(capacity, STATE_SIZE, device=device)
+        self.actions = torch.empty(capacity, ACTION_SIZE, device=device)
+        self.rewards = torch.empty(capacity, device=device)
         self.pos = self.size = 0  # next place to write; transitions held
 
     def add(self, *transitions: torch.Tensor) -> None:
@@ -361,7 +363,10 @@ class ReplayBuffer:
         return self.obs[i], self.next_obs[i], self.actions[i], self.rewards[i]
 
     def state_dict(self) -> dict:
-        return {name: getattr(self, name)[: self.size].clone() for name in self.FIELDS} | {"pos": self.pos, "size": self.size}
+        # Copies of parts only: torch.save would write the whole of what a part is a view of.
+        tensors = {name: getattr(self, name) for name in self.FIELDS}
+        tensors = {name: (t if self.size == self.capacity else t[: self.size].clone()).cpu() for name, t in tensors.items()}
+        return tensors | {"pos": self.pos, "size": self.size}
 
     def load_state_dict(self, state: dict) -> None:
         self.pos, self.size = state["pos"], state["size"]
@@ -382,7 +387,9 @@ class SoftQNetwork(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.net = nn.Sequential(
+            nn.Linear(STATE_SIZE + ACTION_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         return self.net(torch.cat([obs, actions], dim=1)).squeeze(1)
@@ -393,10 +400,12 @@ class Actor(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        self.net = nn.Sequential(
+            nn.Linear(STATE_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2 * ACTION_SIZE)
+        )
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, log_std = self.net(obs).split(1, dim=1)
+        mean, log_std = self.net(obs).split(ACTION_SIZE, dim=1)
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -405,7 +414,7 @@ class Actor(nn.Module):
         raw = mean + log_std.exp() * noise
         log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_prob -= 2 * (math.log(2) - raw - F.softplus(-2 * raw))  # log of tanh's slope, 1 - tanh², without underflow
-        return raw.tanh(), log_prob.squeeze(1)
+        return raw.tanh(), log_prob.sum(1)
 
 
 # ---- Labelling
@@ -420,7 +429,7 @@ class Labeller:
 
     def __init__(self, reward_model: CLIPReward, args: Args, pool: ThreadPoolExecutor):
         self.reward_model, self.textures, self.batch_size, self.pool = reward_model, args.textures, args.clip_batch_size, pool
-        self.batches, self.rest = [], torch.empty(0, 2, device=reward_model.device)
+        self.batches, self.rest = [], torch.empty(0, STATE_SIZE, device=reward_model.device)
 
     def submit(self, states: torch.Tensor) -> None:
         """Take in states (N, 2); a batch begins when it is full and more come."""
@@ -452,7 +461,7 @@ class Labeller:
 
 @torch.no_grad()
 def evaluate(actor: Actor, labeller: Labeller, args: Args) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Play `args.episodes` episodes without noise -> metrics, states (episode_length, episodes, 2), their CLIP rewards."""
+    """Play `args.episodes` episodes without exploration -> metrics, states (episode_length, episodes, 2), their CLIP rewards."""
     envs = MountainCar(args.episodes, args.episode_length, labeller.reward_model.device)
     obs, _ = envs.reset(seed=(args.seed + 1) * 1_000_000)  # start states that no training sees, and no other seed
     states = []
@@ -462,28 +471,31 @@ def evaluate(actor: Actor, labeller: Labeller, args: Args) -> tuple[dict, torch.
     states = torch.stack(states)
     labeller.submit(states.flatten(0, 1))
     rewards = labeller.result(f"score {args.episodes} episodes")[0].view(states.shape[:2])
+    true_rewards = ground_truth_reward(states.flatten(0, 1)).view(states.shape[:2])
     metrics = {
         "success_rate": infos["success"].float().mean().item(),
         "clip_return": rewards.sum(0).mean().item(),
-        "ground_truth_return": ground_truth_reward(states.flatten(0, 1)).sum().item() / args.episodes,
+        "ground_truth_return": true_rewards.sum(0).mean().item(),
     }
     return metrics, states, rewards
 
 
-def picture(states: torch.Tensor, rewards: torch.Tensor, textures: str) -> Image.Image:
-    """States (T, 2) of one episode and their rewards (T,) -> a strip of eight frames, each with its step and CLIP reward."""
+def picture(states: torch.Tensor, rewards: torch.Tensor, args: Args) -> Image.Image:
+    """States (T, N, 2) and their rewards (T, N) -> a contact sheet: eight frames of an episode a row, with step and CLIP reward."""
+    width, height = 200, 150
     steps = torch.linspace(0, len(states) - 1, 8).round().long().to(states.device)
-    strip = Image.new("RGB", (8 * 200, 150), "gray")
-    pen = ImageDraw.Draw(strip)
-    for k, frame in enumerate(draw(states[steps], 124, 196, textures).permute(0, 2, 3, 1).cpu().numpy()):
-        strip.paste(Image.fromarray(frame), (k * 200 + 2, 2))
-        pen.text(
-            (k * 200 + 20, 130), f"step {steps[k] + 1}   reward {rewards[steps[k]]:.3f}", "white", ImageFont.load_default(14)
-        )
-    return strip
+    frames = draw(states[steps].transpose(0, 1).flatten(0, 1), height - 26, width - 4, args.textures)
+    sheet = Image.new("RGB", (8 * width, states.shape[1] * height), "gray")
+    pen = ImageDraw.Draw(sheet)
+    for n, frame in enumerate(frames.permute(0, 2, 3, 1).cpu().numpy()):
+        row, k = divmod(n, 8)
+        sheet.paste(Image.fromarray(frame), (k * width + 2, row * height + 2))
+        text = f"step {steps[k] + 1}   reward {rewards[steps[k], row]:.3f}"
+        pen.text((k * width + 20, row * height + height - 20), text, "white", ImageFont.load_default(14))
+    return sheet
 
 
-def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, textures: str) -> None:
+def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, args: Args) -> None:
     """States (T, N, 2) and rewards (T, N) -> the N episodes one after another as an mp4, each frame with its CLIP reward."""
     temporary = path.with_suffix(".tmp.mp4")
     try:
@@ -491,7 +503,7 @@ def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, texture
             file.init_video_stream("libx264", fps=30)  # as in Gymnasium
             for episode in range(states.shape[1]):
                 for state, reward in zip(states[:, episode].split(1), rewards[:, episode]):
-                    frame = Image.fromarray(draw(state, 400, 600, textures)[0].permute(1, 2, 0).cpu().numpy())
+                    frame = Image.fromarray(draw(state, 400, 600, args.textures)[0].permute(1, 2, 0).cpu().numpy())
                     text = f"episode {episode + 1}   CLIP reward {reward:.3f}"
                     ImageDraw.Draw(frame).text((10, 10), text, "black", ImageFont.load_default(20))
                     file.write_frame(np.asarray(frame))
@@ -503,14 +515,15 @@ def write_video(path: Path, states: torch.Tensor, rewards: torch.Tensor, texture
 def report_evaluation(path: Path, args: Args, metrics: dict, states: torch.Tensor, rewards: torch.Tensor) -> Image.Image:
     """Write an evaluation to path.json, path.mp4 and path.png and print its table -> the picture."""
     versions = {name: version(name) for name in ("torch", "open_clip_torch")}
-    strip = picture(states[:, 0], rewards[:, 0], args.textures)
-    write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3], args.textures)
-    strip.save(f"{path}.png")
+    sheet = picture(states[:, :4], rewards[:, :4], args)
+    write_video(Path(f"{path}.mp4"), states[:, :3], rewards[:, :3], args)
+    sheet.save(f"{path}.png")
     save(Path(f"{path}.json"), metrics | {"settings": args.to_save(), "versions": versions})
+    print(f"{'prompt':>20}  {'; '.join(args.prompt)}")
     for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     print(f"{'written to':>20}  {path}.json, .mp4, .png")
-    return strip
+    return sheet
 
 
 def save(path: Path, content: dict) -> None:
@@ -578,7 +591,7 @@ def read_settings() -> tuple[Args, dict | None]:
         fail(f"no device {args.device} here ({str(error).splitlines()[0]}); {hint}")
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("ViT-bigG-14/laion2b_s39b_b160k" if args.device.startswith("cuda") else "tiny")
-    args.run_dir = Path(args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}")
+    args.run_dir = args.run_dir or Path("runs") / f"{SCRIPT}__{args.seed}__{int(time.time())}"
     if not checkpoint and os.path.exists(args.run_dir):
         resumable = os.path.exists(args.run_dir / "checkpoint.pt")
         fail(f"{args.run_dir} exists: choose another --run-dir{f' or --resume {args.run_dir}' if resumable else ''}")
@@ -610,9 +623,9 @@ def act(
     start = time.perf_counter()
     obs, _ = envs.reset()
     all_obs, all_actions = [obs], []
-    noise = torch.randn(envs.num_envs, 1, generator=rng, device=obs.device)
+    noise = torch.randn(envs.num_envs, ACTION_SIZE, generator=rng, device=obs.device)
     for _ in range(args.episode_length):
-        fresh = torch.randn(envs.num_envs, 1, generator=rng, device=obs.device)
+        fresh = torch.randn(envs.num_envs, ACTION_SIZE, generator=rng, device=obs.device)
         # Correlated with the step before, and yet standard normal at each step.
         noise = args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
         if step < args.learning_starts:
@@ -641,6 +654,7 @@ def main() -> None:
         fail(str(error))
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
+    print(f"prompt {'; '.join(args.prompt)}")
     if not args.evaluate:
         print(f"run folder {args.run_dir}; watch it with: tensorboard --logdir {args.run_dir.parent}")
 
@@ -650,7 +664,8 @@ def main() -> None:
     labeller = Labeller(reward_model, args, pool)
 
     torch.manual_seed(args.seed)
-    actor, qf1, qf2, qf1_target, qf2_target = (net().to(device) for net in (Actor, *[SoftQNetwork] * 4))
+    actor = Actor().to(device)
+    qf1, qf2, qf1_target, qf2_target = (SoftQNetwork().to(device) for _ in range(4))
     qf1_target.load_state_dict(qf1.state_dict())
     qf2_target.load_state_dict(qf2.state_dict())
     if args.evaluate:
@@ -666,7 +681,9 @@ def main() -> None:
     rb = ReplayBuffer(max(args.buffer_size, args.num_envs * args.episode_length), device)
     envs = MountainCar(args.num_envs, args.episode_length, device)
     envs.reset(seed=args.seed)
-    rngs = {name: torch.Generator(device).manual_seed(args.seed + 1_000 * k) for k, name in enumerate(("act", "sample"), 1)}
+    rngs = {"act": torch.Generator(device), "sample": torch.Generator(device)}
+    for k, rng in enumerate(rngs.values(), 1):
+        rng.manual_seed(args.seed + 1_000 * k)
     rngs["envs"] = envs.rng
     global_step, best_return, training_seconds = 0, -math.inf, 0.0
     parts = {"actor": actor, "qf1": qf1, "qf2": qf2, "qf1_target": qf1_target, "qf2_target": qf2_target}
@@ -723,11 +740,11 @@ def main() -> None:
         played = deepcopy(actor)
         acting = pool.submit(act, played, envs, labeller, rngs["act"], step_before, args)
 
-        # ---- Learn: ordinary SAC, on the transitions of the rounds before.
+        # ---- Learn: SAC, on the transitions of the rounds before.
         for _ in range(args.gradient_steps if learning else 0):
             b_obs, b_next_obs, b_actions, b_rewards = rb.sample(args.batch_size, rngs["sample"])
             b_obs, b_next_obs = normalize(b_obs), normalize(b_next_obs)
-            b_noise = torch.randn(2, args.batch_size, 1, generator=rngs["sample"], device=device)
+            b_noise = torch.randn(2, args.batch_size, ACTION_SIZE, generator=rngs["sample"], device=device)
             with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
                 next_actions, next_log_prob = actor.get_action(b_next_obs, b_noise[0])
                 next_q = torch.min(qf1_target(b_next_obs, next_actions), qf2_target(b_next_obs, next_actions))
@@ -751,10 +768,10 @@ def main() -> None:
         all_obs, actions, success, seconds["simulate"] = acting.result()
         clip_rewards, label_seconds = labeller.result()
         seconds |= label_seconds
-        obs, states, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1)
-        true_rewards = ground_truth_reward(states)
-        rb.add(obs, states, actions, true_rewards if args.reward == "ground-truth" else clip_rewards)
-        global_step += len(actions)
+        obs, next_obs, actions = all_obs[:-1].flatten(0, 1), all_obs[1:].flatten(0, 1), actions.flatten(0, 1)
+        true_rewards = ground_truth_reward(next_obs)
+        rb.add(obs, next_obs, actions, true_rewards if args.reward == "ground-truth" else clip_rewards)
+        global_step += args.num_envs * args.episode_length
 
         # ---- Report.
         sums = torch.stack([clip_rewards.sum(), true_rewards.sum(), success.sum()]) / args.num_envs
@@ -777,9 +794,10 @@ def main() -> None:
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
         if step_before == 0 or step_before < args.total_timesteps / 2 <= global_step:
-            strip = picture(states[:: args.num_envs], clip_rewards[:: args.num_envs], args.textures)  # the first environment's
-            writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
-            strip.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
+            first = clip_rewards.view(args.episode_length, args.num_envs)[:, :1]
+            sheet = picture(all_obs[1:, :1], first, args)  # the first environment's
+            writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")
+            sheet.save(args.run_dir / f"frames_{'middle' if step_before else 'start'}.png")
         if step_before // args.checkpoint_every < global_step // args.checkpoint_every and global_step < args.total_timesteps:
             writer.flush()
             save_checkpoint()
@@ -799,13 +817,13 @@ def main() -> None:
     for policy in (best, last):
         actor.load_state_dict(policy["actor"])
         evaluations.append(evaluate(actor, labeller, args))
-    goal = "ground_truth_return" if args.reward == "ground-truth" else "clip_return"
-    metrics, states, rewards = max(evaluations, key=lambda evaluation: evaluation[0][goal])
+    criterion = "ground_truth_return" if args.reward == "ground-truth" else "clip_return"
+    metrics, states, rewards = max(evaluations, key=lambda evaluation: evaluation[0][criterion])
     if metrics is evaluations[1][0]:
         save(args.run_dir / "best.pt", last)
     metrics["steps_per_second"] = global_step / training_seconds
-    strip = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
-    writer.add_image("frames", np.asarray(strip), global_step, dataformats="HWC")
+    sheet = report_evaluation(args.run_dir / "result", args, metrics, states, rewards)
+    writer.add_image("frames", np.asarray(sheet), global_step, dataformats="HWC")
     writer.close()
 
 

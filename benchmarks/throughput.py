@@ -147,7 +147,7 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
 
         def no_labels(self, states):
             rewards = torch.zeros(len(states), device=device)
-            return (rewards, rewards > 0, 0.0, 0.0) if name == "sac_clip_humanoid" else (rewards, 0.0, 0.0)
+            return (rewards, rewards, 0.0, 0.0) if name == "sac_clip_humanoid" else (rewards, 0.0, 0.0)
 
         with mock.patch.object(script.Labeller, "label", no_labels):
             with mock.patch.object(script, "act", act_and_keep):

@@ -58,7 +58,7 @@ def car(x: torch.Tensor, height: int, width: int, textures: str) -> torch.Tensor
 TRACK = ("x of the car", (-1.2, 0.6), (0.45, 0.6), (-0.9, -0.3, 0.45))
 PANELS = {
     "CartPole": (dqn_clip_cartpole, pole, "pole angle in degrees", (-180, 180), (-12, 12), (-120, 0, 120)),
-    "MountainCar, plain": (sac_clip_mountaincar, partial(car, textures="plain"), *TRACK),
+    "MountainCar, original": (sac_clip_mountaincar, partial(car, textures="original"), *TRACK),
     "MountainCar, realistic": (sac_clip_mountaincar, partial(car, textures="realistic"), *TRACK),
 }
 

@@ -65,7 +65,7 @@ RUNS |= {f"cartpole/paper_{seed}": (CARTPOLE, f"{PAPER_DQN} --seed {seed}") for 
 RUNS |= {f"mountaincar/default_{seed}": (CAR, f"--seed {seed}") for seed in (1, 2, 3, 4, 5)}
 RUNS |= {
     f"mountaincar/{textures}-{alpha}_{seed}": (CAR, f"--textures {textures} --goal-baseline-alpha {alpha} --seed {seed}")
-    for textures, alpha in (("plain", 0), ("plain", 0.5), ("plain", 1), ("realistic", 0), ("realistic", 1))
+    for textures, alpha in (("original", 0), ("original", 0.5), ("original", 1), ("realistic", 0), ("realistic", 1))
     for seed in (1, 2, 3)
 }
 RUNS |= {f"mountaincar/truth_{seed}": (CAR, f"--reward ground-truth --seed {seed}") for seed in (1, 2, 3)}
@@ -183,8 +183,10 @@ def store(name: str, run_dir: Path, output: Path) -> dict:
     }
     row |= {"precision": settings["precision"], "device": settings["device"]} | started["about"]
     row |= {"versions": " ".join(f"{package} {number}" for package, number in result["versions"].items())}
-    with Image.open(run_dir / "result.png") as sheet:  # the first episode: eight frames side by side, some with rewards below
-        strip = sheet.crop((0, 0, sheet.width, min(sheet.height, 262)))
+    with Image.open(
+        run_dir / "result.png"
+    ) as sheet:  # eight frames of an episode a row, with rewards below; of them the first
+        strip = sheet.crop((0, 0, sheet.width, sheet.height // min(4, settings["episodes"])))
         (output / "frames" / name).parent.mkdir(parents=True, exist_ok=True)
         strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS).convert("RGB").save(
             output / "frames" / f"{name}.jpg", quality=85

@@ -39,7 +39,7 @@ def test_upright_and_the_flag_are_the_maxima_at_every_alpha(tmp_path):
             (row["panel"], float(row["alpha"]), float(row["angle_or_x"]), float(row["reward"])) for row in csv.DictReader(file)
         ]
     assert len(rows) == 3 * 5 * 181
-    for panel in ("CartPole", "MountainCar, plain", "MountainCar, realistic"):
+    for panel in ("CartPole", "MountainCar, original", "MountainCar, realistic"):
         for alpha in (0.0, 0.25, 0.5, 0.75, 1.0):
             curve = [(reward, place) for name, a, place, reward in rows if name == panel and a == alpha]
             assert len(curve) == 181
@@ -51,8 +51,8 @@ def test_upright_and_the_flag_are_the_maxima_at_every_alpha(tmp_path):
             assert f"| {panel} | {alpha} | {place:+.2f} |" in done.stdout
 
     prompt, baseline = sac_clip_mountaincar.Args().prompt, sac_clip_mountaincar.Args().baseline_prompt
-    some = [row for row in rows if row[0] == "MountainCar, plain" and row[1] == 0.75][::30]
-    frames = sac_clip_mountaincar.draw(torch.tensor([[row[2], 0.0] for row in some]), 64, 64, "plain")
+    some = [row for row in rows if row[0] == "MountainCar, original" and row[1] == 0.75][::30]
+    frames = sac_clip_mountaincar.draw(torch.tensor([[row[2], 0.0] for row in some]), 64, 64, "original")
     assert CLIPReward("tiny", prompt, baseline, 0.75)(frames).tolist() == pytest.approx([row[3] for row in some], abs=1e-4)
 
 

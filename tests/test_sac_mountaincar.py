@@ -73,14 +73,14 @@ def gymnasium_frames() -> tuple[torch.Tensor, torch.Tensor]:
 # An empty white frame would already be within 1.3 of 255 on average, so the limits are far below the 4 that were asked for; and a
 # car in another place misses them.
 @pytest.mark.parametrize("height, width, limit", [(64, 64, 0.7), (224, 224, 0.6), (336, 336, 0.6), (400, 600, 0.5)])
-def test_plain_drawing_is_gymnasiums_frame(gymnasium_frames, height, width, limit):
+def test_original_drawing_is_gymnasiums_frame(gymnasium_frames, height, width, limit):
     states, reference = gymnasium_frames
     reference = resize(reference, [height, width], antialias=True).float()
-    frames = draw(states, height, width, "plain")
+    frames = draw(states, height, width, "original")
     assert frames.shape == (40, 3, height, width) and frames.dtype == torch.uint8
     difference = (frames.float() - reference).abs().mean(dim=(1, 2, 3))
     assert difference.max() < limit
-    elsewhere = draw(states.flip(0), height, width, "plain")  # another state's car
+    elsewhere = draw(states.flip(0), height, width, "original")  # another state's car
     apart = (states - states.flip(0))[:, 0].abs() > 0.2
     assert ((elsewhere.float() - reference).abs().mean(dim=(1, 2, 3)) > limit)[apart].all()
 
@@ -120,7 +120,7 @@ def test_the_car_leans_with_the_slope():
     assert torch.allclose(lean, torch.atan(1.35 * torch.cos(3 * x)).double(), atol=0.12)  # 7°: the ground is curved
 
 
-@pytest.mark.parametrize("textures", ["plain", "realistic"])
+@pytest.mark.parametrize("textures", ["original", "realistic"])
 def test_every_frame_is_drawn_from_its_own_state(textures):
     states = torch.stack([torch.linspace(-1.2, 0.6, 7), torch.zeros(7)], dim=1)
     for size in (16, 64):

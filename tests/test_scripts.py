@@ -712,9 +712,8 @@ def test_mountaincar_learns_from_the_sentence(tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_interrupted_video_leaves_nothing_behind(script, tmp_path, monkeypatch):
     module = SCRIPTS[script]
-    state_size = {"dqn_clip_cartpole": 4, "sac_clip_mountaincar": 2, "sac_clip_humanoid": 24}[script]
-    states, rewards = torch.zeros(4, 1, state_size), torch.zeros(4, 1)
-    args = {"dqn_clip_cartpole": (), "sac_clip_mountaincar": ("plain",), "sac_clip_humanoid": (module.Args(),)}[script]
+    states, rewards = torch.zeros(4, 1, module.STATE_SIZE), torch.zeros(4, 1)
+    args = {"dqn_clip_cartpole": (), "sac_clip_mountaincar": (module.Args(),), "sac_clip_humanoid": (module.Args(),)}[script]
     module.write_video(tmp_path / "whole.mp4", states, rewards, *args)
     frames = iter([module.ImageDraw.Draw] * 2)  # Ctrl-C in the third frame
 

@@ -63,7 +63,7 @@ def test_reward_separates_upright_from_fallen(alpha):
     assert curve.max() - curve[degrees == 0] <= 0.02 * (curve.max() - curve.min())
 
 
-@pytest.mark.parametrize("textures", ["plain", "realistic"])
+@pytest.mark.parametrize("textures", ["original", "realistic"])
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_reward_shows_the_way_to_the_flag(textures, alpha):
     reward = CLIPReward("tiny", "a car at the peak of the mountain, next to the yellow flag", "a car in the mountain", alpha)

@@ -271,7 +271,7 @@ def mountaincar_scene(n: int, rng: np.random.Generator):
     x = np.where(rng.random(n) < 1 / 3, rng.uniform(0.2, 0.6, n), rng.uniform(-1.2, 0.6, n))
     states = torch.from_numpy(np.stack([x, 0 * x], axis=1))
     frames = torch.empty(n, 3, SIZE, SIZE, dtype=torch.uint8)
-    for k, textures in enumerate(("plain", "realistic")):
+    for k, textures in enumerate(("original", "realistic")):
         frames[k::2] = sac_clip_mountaincar.draw(states[k::2], SIZE, SIZE, textures)
 
     x = x + 0.05 * rng.standard_normal(n)  # captions are judged by eye: no edge is sharp
@@ -979,7 +979,7 @@ def evaluate_mountaincar(folder: Path, n: int = 10_000) -> None:
     print("\n| prompt | textures | α | EPIC distance | highest reward at x | reward at x = -1.2, -0.52, 0, 0.45 |")
     print("|---|---|---|---|---|---|")
     reward_model = CLIPReward(f"local-dir:{folder}", MOUNTAINCAR_PROMPT)
-    for textures in ("plain", "realistic"):
+    for textures in ("original", "realistic"):
 
         def embed(x: torch.Tensor, textures: str = textures) -> torch.Tensor:
             chunks = torch.stack([x, 0 * x], dim=1).split(256)

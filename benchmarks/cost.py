@@ -1,0 +1,67 @@
+"""What a run with a large CLIP model costs: its image encoder's arithmetic, counted without weights, and the GPU hours that makes.
+
+    python benchmarks/cost.py
+    python benchmarks/cost.py --models ViT-L-14 --tflops 80
+
+Every step is a frame, and beside a large model all else is small. What a GPU really reaches is measured by `throughput.py`.
+"""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import open_clip
+import torch
+import tyro
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+PAPER_STEPS = {"dqn_clip_cartpole": 3_000_000, "sac_clip_mountaincar": 3_000_000, "sac_clip_humanoid": 10_000_000}
+
+
+@dataclass
+class Args:
+    """Count and divide."""
+
+    models: tuple[str, ...] = ("ViT-B-32", "ViT-L-14", "ViT-H-14", "ViT-bigG-14", "ViT-B-16-SigLIP")
+    """architectures of open_clip"""
+    tflops: float = 150.0
+    """10^12 operations a second that the GPU reaches (default: about half of what an A100 could at most do in bfloat16)"""
+
+
+def flops_of(name: str) -> tuple[int, int]:
+    """-> operations of `encode_image` for one frame, and the model's parameters."""
+    config = open_clip.get_model_config(name)
+    kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+    with torch.device("meta"):  # shapes without content
+        model = kind(**config).eval()
+        size = model.visual.image_size
+        frame = torch.empty(1, 3, *(size if isinstance(size, tuple) else (size, size)))
+        with FlopCounterMode(display=False) as counter:
+            model.encode_image(frame)
+    return counter.get_total_flops(), sum(p.numel() for p in model.parameters())
+
+
+def main() -> None:
+    args = tyro.cli(Args)
+    unknown = sorted(set(args.models) - set(open_clip.list_models()))
+    if unknown or args.tflops <= 0:
+        print(
+            f"cost.py: error: {f'open_clip has no {unknown[0]}' if unknown else '--tflops must be above 0'}", file=sys.stderr
+        )
+        sys.exit(2)
+    torch.backends.mha.set_fastpath_enabled(False)  # the counter does not know it
+    steps = {name: (importlib.import_module(name).Args.total_timesteps, paper) for name, paper in PAPER_STEPS.items()}
+    print(f"hours at {args.tflops:g} TFLOP/s, image encoder alone: defaults / the paper's number of steps")
+    head = ("CLIP model", "parameters", "GFLOP a frame", *(f"{name}, h" for name in steps))
+    print("|", " | ".join(head), "|")
+    print("|---" * len(head) + "|")
+    for name in args.models:
+        flops, parameters = flops_of(name)
+        hours = [" / ".join(f"{n * flops / args.tflops / 3.6e15:.2g}" for n in both) for both in steps.values()]
+        print("|", " | ".join([name, f"{parameters / 1e6:.0f} M", f"{flops / 1e9:.0f}", *hours]), "|")
+
+
+if __name__ == "__main__":
+    main()
