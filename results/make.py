@@ -48,9 +48,9 @@ TASKS = {  # success in the paper's Table 1
     "standing-on-one-leg": "0 %",
     "arms-crossed": "0 %",
 }
-REWORDINGS = (
-    "a humanoid robot on its knees",
-    "a robot kneeling on the floor",
+REWORDINGS = (  # no caption of tiny_clip is one of these
+    "a kneeling humanoid robot",
+    "a humanoid robot has dropped to its knees",
     "the robot has knelt down",
     "a robot resting on its two knees",
     "a humanoid in a kneeling pose",
@@ -98,6 +98,7 @@ COMMANDS = {
     "throughput": "benchmarks/throughput.py --models tiny",
     "throughput_vit_bf16": f"benchmarks/throughput.py {VIT} --precisions bf16 --steps-per-round 1600",
     "throughput_vit_fp32": f"benchmarks/throughput.py {VIT} --precisions fp32 --steps-per-round 800",
+    "cost": "benchmarks/cost.py",
     "growth": "benchmarks/throughput.py --models tiny --num-envs 8 64 512 4096 --steps-per-round 8192 --rounds 1 --repetitions 1",
     "compare": "benchmarks/compare.py",
     "compare_vit": "benchmarks/compare.py --scripts sac_clip_humanoid --clip-model ViT-B-32 --rounds 1 --plain-episodes 1 --repetitions 3",
@@ -211,6 +212,8 @@ def store_table(name: str, text: str, output: Path) -> None:
 
 
 def markdown(head: str, rows: list[list]) -> str:
+    if not rows:
+        return "*Not run yet.*"
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
 
@@ -405,6 +408,7 @@ TABLES = {
     "agreement": agreement_table,
     "figure4": figure4,
     "throughput": printed_table("throughput", "throughput_vit_bf16", "throughput_vit_fp32"),
+    "cost": printed_table("cost"),
     "growth": printed_table("growth"),
     "compare": printed_table("compare", "compare_vit"),
 }

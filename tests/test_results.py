@@ -26,7 +26,9 @@ README = (ROOT / "README.md").read_text()
 def test_the_readmes_tables_are_those_of_the_csv_files():
     assert make.fill_in(README) == README
     tables = re.findall(r"<!-- results: \w+ -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
-    assert README.count("<!-- results: ") == len(tables) and all(table.count("\n") >= 2 for table in tables)  # none is empty
+    assert README.count("<!-- results: ") == len(tables) and all(
+        table.count("\n") >= 2 or table == "*Not run yet.*" for table in tables
+    )
     assert re.search(r"<!-- results: cartpole -->\n\| seed \|.*?\n\| 1 \| [01]\.\d\d \|", README, re.DOTALL)
     broken = re.sub(r"\| 1 \| 1\.00 \|", "| 1 | 0.99 |", README, count=1)
     assert broken != README and make.fill_in(broken) == README
