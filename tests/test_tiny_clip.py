@@ -133,21 +133,26 @@ def test_cartpole_captions_are_true_of_their_own_frames_and_of_the_right_others(
     _, captions, facts, mentioned = batches["cartpole_scene"][0]
     true = train.is_true(facts, mentioned)
     assert true.diagonal().all()
-    within_12, beyond_30 = facts[:, 2].bool(), facts[:, len(train.CARTPOLE_POSTURES) + 4].bool()
+    within_12, beyond_30 = facts[:, 2] == 1, facts[:, len(train.CARTPOLE_POSTURES) + 4] == 1
+    whole = facts[:, train.CUT] == 0  # the cart is; of the others' poles no caption says anything
+    assert 0.05 < 1 - whole.float().mean() < 0.2
     seen = set()
     for i, caption in enumerate(captions):
         place = any(word in caption for word in ("left", "right", "middle"))
         if "off balance" in caption and "degrees" not in caption and not place:
-            assert torch.equal(true[i], ~within_12)
+            assert torch.equal(true[i], whole & ~within_12)
             seen.add("off balance")
         if "30 degrees" in caption:
             less = any(word in caption for word in ("less", "not even", "under"))
-            assert torch.equal(true[i], ~beyond_30 if less else beyond_30)
+            assert torch.equal(true[i], whole & (~beyond_30 if less else beyond_30))
             seen.add(less)
+        if ("cut off" in caption or "in full view" in caption) and not place:
+            assert torch.equal(true[i], whole == ("full view" in caption))
+            seen.add("view")
         if caption == "cart pole":
             assert true[i].all()
             seen.add("cart pole")
-    assert seen == {"off balance", True, False, "cart pole"}
+    assert seen == {"off balance", True, False, "cart pole", "view"}
 
 
 def test_mountaincar_captions_say_where_the_car_is(batches, monkeypatch):
