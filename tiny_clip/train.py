@@ -2,7 +2,7 @@
 
     python tiny_clip/train.py             # train, write the model into this folder, print the held-out figures
     python tiny_clip/train.py --evaluate  # only the held-out figures
-    python tiny_clip/train.py --widths 8 16 24 32 --output ladder  # models of four sizes, on the same batches: ladder/width_8, …
+    python tiny_clip/train.py --widths 8 24 32 --output ladder  # models of other sizes, on the same batches: ladder/width_8, …
 
 Frames are drawn by the scripts' own drawing functions, for every batch anew (the humanoid's once, before the training); captions are
 composed from the states. To add a scene, write one function like `mountaincar_scene` and add it to `scenes_and_shares`.
