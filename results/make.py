@@ -261,9 +261,10 @@ def table1(output: Path) -> str:
         runs = some(output, f"table1/{task}_")
         late = [late_success(output, row["run"]) for row in runs]
         columns = ([row[c] for row in runs] for c in ("seed", "success_rate", "clip_return", "ground_truth_return"))
-        rows.append([task, paper, *(", ".join(c) for c in (*columns, late))])
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in runs))
+        rows.append([task, paper, *(", ".join(c) for c in (*columns, late)), commits])
     head = "task | paper, ViT-bigG-14 | seeds | success rate, `tiny` | CLIP return | steps of 100 in which the condition holds"
-    return markdown(head + " | success in the second half of training", rows)
+    return markdown(head + " | success in the second half of training | commit", rows)
 
 
 def alpha_table(output: Path) -> str:
@@ -334,6 +335,15 @@ def rows_table(beginning: str) -> Callable[[Path], str]:
     return table
 
 
+def hacked_table(output: Path) -> str:
+    """Runs of older commits with older weights, kept because of what they did; hacked.jpg shows them."""
+    rows = [
+        [f"`{r['script']}.py {r['options']}`", *(r[c] for c in ("commit", "success_rate", "clip_return"))]
+        for r in some(output, "hacked/")
+    ]
+    return markdown("run | commit | success rate | CLIP return", rows)
+
+
 def best_alpha(rows: list[dict]) -> dict:
     return min((row for row in rows if row["alpha"] != "contrastive"), key=lambda row: float(row["epic_balanced"]))
 
@@ -401,6 +411,7 @@ TABLES = {
     "truth": seeds_table("mountaincar/truth_"),
     "alpha": alpha_table,
     "table1": table1,
+    "hacked": hacked_table,
     "figure3": figure3,
     "prompts": prompts_table,
     "paper": paper_table,
