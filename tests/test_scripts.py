@@ -367,7 +367,7 @@ def test_the_buffer_holds_the_last_rounds_and_clips_rewards_of_the_states_after_
     reward_model = CLIPReward("tiny", *prompts, batch_size=120, precision=settings["precision"])
     assert rb["size"] == 1000 and rb["pos"] == 0
     envs, states = ENVS[script](4, 30), []
-    envs.reset(seed=3)
+    envs.reset(seed=30_000 if script == "sac_clip_humanoid" else 3)
     for number in range(50):
         obs, _ = envs.reset()
         for i in torch.arange(40 + 120 * (number - 42), 160 + 120 * (number - 42)).split(4) if number >= 42 else ():
@@ -396,18 +396,20 @@ def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path):
 def test_contrastive_reward_is_what_the_flag_trains_on(script, threshold, train, one_thread, tmp_path):
     options = "--reward contrastive --total-timesteps 240 --num-envs 4 --episode-length 30 --episodes 2 --device cpu"
     options += " --gradient-steps 1 --learning-starts 120 --clip-model tiny"
-    options += "" if threshold is None else f" --threshold {threshold}"
+    temperature = 0.3 if threshold is None else None  # with the model's own the car's start is worth 0.00
+    options += f" --temperature {temperature}" if threshold is None else f" --threshold {threshold}"
     checkpoint = train(script, *options.split(), "--run-dir", tmp_path / "run")
     settings, rb = checkpoint["settings"], checkpoint["rb"]
     assert len(settings["negative_prompt"]) == (7 if script == "sac_clip_humanoid" else 2)
     assert settings["prompt"][0] not in settings["negative_prompt"]
     model = CLIPReward(
-        "tiny", settings["prompt"], precision=settings["precision"], negative_prompts=settings["negative_prompt"]
+        *("tiny", settings["prompt"]),
+        **{"precision": settings["precision"], "negative_prompts": settings["negative_prompt"], "temperature": temperature},
     )
     p = model(DRAW[script](rb.get("states", rb["next_obs"])))
     if threshold is None:
         torch.testing.assert_close(rb["rewards"], p, atol=1e-3, rtol=0)
-        assert rb["rewards"].std() > 1e-4 and 0 <= rb["rewards"].min() and rb["rewards"].max() <= 1
+        assert rb["rewards"].std() > 3e-3 and 0 <= rb["rewards"].min() and rb["rewards"].max() <= 1
     else:
         clear = (p - threshold).abs() > 1e-3
         assert torch.equal(rb["rewards"][clear], (p > threshold).float()[clear]) and 0 < rb["rewards"].mean() < 1
@@ -608,7 +610,10 @@ def test_the_last_policy_becomes_the_best_if_it_earns_more(script, train, tmp_pa
         assert found["global_step"] == step and found["settings"] == best["settings"]
         assert all(torch.equal(found[POLICY[script]][name], weight) for name, weight in winner.items())
         assert result(run_dir)["clip_return"] == pytest.approx(clip_return(winner), abs=1e-4)
-        assert seeds == [seed, *[(seed + 1) * 1_000_000] * 3]  # the run's; those of both evaluations; and just now
+        assert seeds == [
+            seed * (10_000 if script == "sac_clip_humanoid" else 1),
+            *[(seed + 1) * 1_000_000] * 3,
+        ]  # the run's; those of both evaluations; and just now
         seeds.clear()
 
 
