@@ -422,8 +422,8 @@ def read_settings() -> tuple[Args, dict | None]:
         args, checkpoint = read_checkpoint(args)
     for name, value in asdict(args).items():
         flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
-        if type(value) is int and not least <= value < 2**62:
-            fail(f"{flag} must be at least {least}{' and less than 2^62' if value > least else ''}, not {value}")
+        if type(value) is int and not least <= value < 2**40:
+            fail(f"{flag} must be at least {least}{' and less than 2^40' if value > least else ''}, not {value}")
         if type(value) is float and name != "temperature" and not 0 <= value <= 1:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -237,7 +237,7 @@ def paint_background(textures: str) -> Image.Image:
         return ((column + 0.5) * DETAIL, (SCREEN_HEIGHT - 0.5 - row) * DETAIL)
 
     flag_x, flag_y = int((X_GOAL - X_MIN) * SCALE), int(ground(torch.tensor(X_GOAL)) * SCALE)
-    if textures == "original":
+    if textures != "realistic":
         pen.line([at((a - X_MIN) * SCALE, ground(a) * SCALE) for a in torch.linspace(X_MIN, X_MAX, 100)], "black", DETAIL)
         pen.line([at(flag_x, flag_y - 0.5), at(flag_x, flag_y + 50.5)], "black", DETAIL)
         pen.polygon([at(flag_x, flag_y + 50), at(flag_x, flag_y + 40), at(flag_x + 25, flag_y + 45)], (204, 204, 0))
@@ -259,7 +259,7 @@ def paint_car(textures: str) -> Image.Image:
     def wheel(right: float, up: float, radius: float, colour: tuple[int, int, int]) -> None:
         pen.ellipse(at((right - radius, up + radius), (right + radius, up - radius)), colour)
 
-    if textures == "original":  # with the half pixel that Gymnasium's polygon filling adds
+    if textures != "realistic":  # with the half pixel that Gymnasium's polygon filling adds
         pen.polygon(at((-20.5, -0.5), (-20.5, 20.5), (20.5, 20.5), (20.5, -0.5)), "black")
         for right in (-10, 10):
             wheel(right, 0, 8.5, (128, 128, 128))
@@ -296,7 +296,7 @@ def draw(states: torch.Tensor, height: int, width: int, textures: str) -> torch.
     background, car = paintings(textures, height, width, states.device)
     n, x = len(states), states[:, 0].float()
     pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
-    if textures == "original":
+    if textures != "realistic":
         up, lean = SCALE * ground(x) + 10.5, (3 * x).cos()  # Gymnasium's
     else:  # both wheels on the ground, whose slope is 1.35 cos 3x
         wheel = 24 / SCALE / (1 + (1.35 * (3 * x).cos()).square()).sqrt()
@@ -577,8 +577,8 @@ def read_settings() -> tuple[Args, dict | None]:
         args, checkpoint = read_checkpoint(args)
     for name, value in asdict(args).items():
         flag, least = "--" + name.replace("_", "-"), 0 if name in ("seed", "learning_starts") else 1
-        if type(value) is int and not least <= value < 2**62:
-            fail(f"{flag} must be at least {least}{' and less than 2^62' if value > least else ''}, not {value}")
+        if type(value) is int and not least <= value < 2**40:
+            fail(f"{flag} must be at least {least}{' and less than 2^40' if value > least else ''}, not {value}")
         if type(value) is float and name != "temperature" and not 0 <= value <= 1:
             fail(f"{flag} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -53,12 +53,16 @@ def main() -> None:
         sys.exit(2)
     torch.backends.mha.set_fastpath_enabled(False)  # the counter does not know it
     steps = {name: (importlib.import_module(name).Args.total_timesteps, paper) for name, paper in PAPER_STEPS.items()}
-    print(f"hours at {args.tflops:g} TFLOP/s, image encoder alone: defaults / the paper's number of steps")
+    print(f"hours at {args.tflops:g} TFLOP/s, training, image encoder alone: defaults / the paper's number of steps")
     head = ("CLIP model", "parameters", "GFLOP a frame", *(f"{name}, h" for name in steps))
     print("|", " | ".join(head), "|")
     print("|---" * len(head) + "|")
     for name in args.models:
-        flops, parameters = flops_of(name)
+        try:
+            flops, parameters = flops_of(name)
+        except Exception as error:  # a text tower of another library, say
+            print(f"cost.py: error: cannot count {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+            sys.exit(2)
         hours = [" / ".join(f"{n * flops / args.tflops / 3.6e15:.2g}" for n in both) for both in steps.values()]
         print("|", " | ".join([name, f"{parameters / 1e6:.0f} M", f"{flops / 1e9:.0f}", *hours]), "|")
 

@@ -187,7 +187,7 @@ def store(name: str, run_dir: Path, output: Path) -> dict:
     with Image.open(
         run_dir / "result.png"
     ) as sheet:  # eight frames of an episode a row, with rewards below; of them the first
-        strip = sheet.crop((0, 0, sheet.width, sheet.height // min(4, settings["episodes"])))
+        strip = sheet.crop((0, 0, sheet.width, 262 if script == HUMANOID else 150))
         (output / "frames" / name).parent.mkdir(parents=True, exist_ok=True)
         strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS).convert("RGB").save(
             output / "frames" / f"{name}.jpg", quality=85
@@ -247,10 +247,10 @@ def seeds_table(beginning: str) -> Callable[[Path], str]:
         head = "seed | success rate | CLIP return | ground-truth return | success in the second half of training | steps/s"
         columns = ("success_rate", "clip_return", "ground_truth_return")
         rows = [
-            [row["seed"], *(row[c] for c in columns), late_success(output, row["run"]), row["steps_per_second"]]
+            [row["seed"], *(row[c] for c in columns), late_success(output, row["run"]), row["steps_per_second"], row["commit"]]
             for row in some(output, beginning)
         ]
-        return markdown(head, rows)
+        return markdown(head + " | commit", rows)
 
     return table
 
@@ -326,10 +326,13 @@ def rows_table(beginning: str) -> Callable[[Path], str]:
                 f"`{r['script']}.py {r['options']}`",
                 *(r[c] for c in columns),
                 late_success(output, r["run"]),
+                r["commit"],
             ]
             for r in some(output, beginning)
         ]
-        head = "run | seed | success rate | CLIP return | ground-truth return | success in the second half of training"
+        head = (
+            "run | seed | success rate | CLIP return | ground-truth return | success in the second half of training | commit"
+        )
         return markdown(head, rows)
 
     return table

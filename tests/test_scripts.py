@@ -648,7 +648,7 @@ BAD = [
     ("--resume RUN --seed 5", "leave out --seed"),
     ("--resume RUN --seed 1", "leave out --seed"),  # the flag's default, but not the run's seed
     ("--resume ONLYBEST", "not a checkpoint of SCRIPT.py that can be resumed"),
-    ("--seed 99999999999999999999", "less than 2^62"),
+    ("--seed 99999999999999999999", "less than 2^40"),
     ("--device meta", "only cpu and cuda"),
     ("--run-dir LOCKED/run", "cannot write to LOCKED/run"),
     ("--evaluate LOCKED/best.pt", "cannot write to LOCKED/best.pt"),
