@@ -373,8 +373,9 @@ def agreement_table(output: Path) -> str:
                 ]
             )
             rows[-1] += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})", f"{float(zero['average_precision']):.3f}"]
+            rows[-1] += [zero.get("commit", "")]
     head = "task | states | goal states | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
-    return markdown(head + " | average precision", rows)
+    return markdown(head + " | average precision | commit", rows)
 
 
 def figure4(output: Path) -> str:
@@ -388,9 +389,9 @@ def figure4(output: Path) -> str:
         trained = some(output, f"ladder/{name.replace(' ', '-')}_") if model != "tiny" else some(output, "table1/kneeling_")
         rows.append([name, *size, interval(zero, "epic"), interval(zero, "epic_balanced")])
         rows[-1] += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})", f"{float(zero['average_precision']):.3f}"]
-        rows[-1] += [", ".join(row["success_rate"] for row in trained) or "not trained"]
+        rows[-1] += [", ".join(row["success_rate"] for row in trained) or "not trained", zero.get("commit", "")]
     head = "model | parameters | of the image encoder | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
-    return markdown(head + " | average precision | success rate after training, a seed each", rows)
+    return markdown(head + " | average precision | success rate after training, a seed each | commit", rows)
 
 
 def printed_table(*names: str) -> Callable[[Path], str]:
@@ -531,7 +532,11 @@ def judge(name: str, args: Args, ladder: Path) -> int:
             return code
         models += [f"local-dir:{os.path.relpath(ladder, ROOT)}/width_{width}" for width in LADDER]
     command = [script / "reward_models.py", "--dataset", dataset, "--clip-model", *models, "--device", args.device]
-    return subprocess.run([sys.executable, *command, "--output", args.output / f"{name}.png"], cwd=ROOT).returncode
+    code = subprocess.run([sys.executable, *command, "--output", args.output / f"{name}.png"], cwd=ROOT).returncode
+    if not code:
+        table = args.output / f"{name}.csv"
+        write(table, [row | about() for row in read(table)])
+    return code
 
 
 def train_ladder(ladder: Path) -> int:
