@@ -601,9 +601,11 @@ def read_settings() -> tuple[Args, dict | None]:
         fail(f"cannot write to {target}: {folder} is not a folder that can be written to")
     if args.reward == "contrastive" and not args.negative_prompt:
         fail("--reward contrastive needs a --negative-prompt: say what else there might be to see")
-    unused = [name for name in ("negative_prompt", "temperature", "threshold") if getattr(args, name) != getattr(Args, name)]
-    if args.reward != "contrastive" and unused:
-        fail(f"--{unused[0].replace('_', '-')} belongs to --reward contrastive")
+    contrastive, plain = ("negative_prompt", "temperature", "threshold"), ("baseline_prompt", "goal_baseline_alpha")
+    for name in plain if args.reward == "contrastive" else contrastive:
+        if getattr(args, name) != getattr(Args, name):
+            why = "does not go with" if name in plain else "belongs to"
+            fail(f"--{name.replace('_', '-')} {why} --reward contrastive")
     if args.track and not find_spec("wandb"):
         fail("--track needs Weights & Biases: pip install wandb")
     return args, checkpoint

@@ -43,7 +43,7 @@ class Args:
     run_dirs: tuple[Path, ...] = ()
     """run folders of one script, whose replay buffers the states are drawn from; they bring prompt, task and look"""
     script: Script | None = None
-    """without runs: whose states (CartPole's and the car's at random, half of CartPole's close to upright; the humanoid's from poses)"""
+    """without runs: whose states (CartPole's and the car's at random, the humanoid's from poses; if possible, a quarter are goal states)"""
     task: str | None = None
     """without runs: of the humanoid (default: kneeling)"""
     states: int = 1000
@@ -135,10 +135,10 @@ def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
         for line, row in enumerate(reader, 2):
             own = (row["human_label"] or "").strip()
             value = own or (row["label"] or "").strip()
-            if value not in ("0", "1"):
+            if value not in ("0", "1", "0.0", "1.0"):  # the latter as pandas writes a column with gaps
                 hint = "" if value else "; fill in human_label"
                 raise DatasetError(f"{path}, line {line}: labels are 0 or 1, not {value!r}{hint}")
-            values[row["frame"]] = value == "1"
+            values[row["frame"]] = value[0] == "1"
             people += bool(own)
     missing = [frame for frame in map(picture, range(len(states))) if frame not in values]
     if missing:
@@ -171,7 +171,11 @@ def main() -> None:
             raise DatasetError(f"these runs hold {len(states)} states: lower --states")
         states = states[torch.from_numpy(rng.choice(len(states), args.states, replace=False))]
     else:
-        states, settings = states_at_random(args.script, args.task, args.states, rng)
+        states, settings = states_at_random(args.script, args.task, max(10 * args.states, 10_000), rng)
+        holds = label(states, settings)
+        goal, other = holds.nonzero()[: args.states // 4, 0], (~holds).nonzero()[:, 0]
+        chosen = torch.cat([goal, other[: args.states - len(goal)]])
+        states = states[chosen[torch.from_numpy(rng.permutation(len(chosen)))]]
     labels = label(states, settings)
     settings |= {"runs": [str(run_dir) for run_dir in args.run_dirs], "seed": args.seed}
 

@@ -43,7 +43,7 @@ from clip_reward import (  # noqa: E402
 
 @dataclass
 class Args:
-    """Judge reward models on a dataset: a table, a CSV file and a sheet of pictures. Exit code 3: some of the models were skipped."""
+    """Judge reward models on a dataset: a table, a CSV file and a sheet of pictures. Exit code 3: some of the models were skipped; 2: all were, or a bad setting."""
 
     dataset: Path
     """folder written by figures/dataset.py; human_label counts wherever it is filled in"""
@@ -58,7 +58,7 @@ class Args:
     negative_prompt: tuple[str, ...] = ()
     """with these the contrastive reward is judged as well"""
     temperature: float | None = None
-    """of the contrastive reward (default: the model's own)"""
+    """of the contrastive reward; the model's own, unless given"""
     resamples: int = 1000
     """bootstrap resamples of the states, for the 95 % confidence intervals"""
     clip_batch_size: int = 128
@@ -192,7 +192,8 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
     figure = plt.figure(figsize=(15, 8.6 + 2.3 * lines), layout="constrained")
     above, middle, below = figure.subfigures(3, 1, height_ratios=[4, 2.3 * lines, 4.6])
 
-    distance, size, curve = above.subplots(1, 3)
+    sizes = {row["image_parameters"] for row, _ in best}
+    distance, curve, *others = above.subplots(1, 3 if len(sizes) > 1 else 2)
     for (row, reward), name, colour in zip(best, names, colours):
         same = [r for r in rows if r["model"] == row["model"] and r["prompt"] == row["prompt"]]
         plain = [r for r in same if r["alpha"] != "contrastive"]
@@ -209,7 +210,8 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
         for r, style in ((plain[0], "o"), (row, "*")):
             value = r["epic_balanced"]
             ends = [[max(value - r["epic_balanced_low"], 0)], [max(r["epic_balanced_high"] - value, 0)]]
-            size.errorbar(r["image_parameters"], value, ends, fmt=style, color=colour, capsize=3)
+            for size in others:
+                size.errorbar(r["image_parameters"], value, ends, fmt=style, color=colour, capsize=3)
         precision, recall = precision_recall(reward, label)
         curve.plot(recall, precision, color=colour, label=f"{name} ({row['average_precision']:.2f})")
     chance = label.float().mean().item()
@@ -218,11 +220,14 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
     distance.set(
         title="EPIC distance (lower is better; grey: chance)\n— balanced, 95 % interval   ⋯ as in the dataset", xlabel="α"
     )
-    about = f"● α = {rows[0]['alpha']}   ★ best kind of reward"
-    size.set(title=f"EPIC distance, balanced, against size\n{about}", xlabel="parameters of the image encoder", xscale="log")
+    about = f"● α = {rows[0]['alpha']}   ★ with the α (or kind) of the lowest distance"
+    for size in others:
+        size.set(
+            title=f"EPIC distance, balanced, against size\n{about}", xlabel="parameters of the image encoder", xscale="log"
+        )
     curve.set(title="Precision and recall over the threshold β\n(best reward of each; average precision)", xlabel="recall")
     curve.set(ylabel="precision", xlim=(0, 1.01), ylim=(0, 1.01))
-    for axes in (distance, size, curve):
+    for axes in (distance, curve, *others):
         axes.grid(alpha=0.3)
     for axes in (distance, curve):
         axes.legend(fontsize="x-small")
@@ -235,6 +240,7 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
         kind = f"α = {row['alpha']}" if row["alpha"] != "contrastive" else "contrastive"
         axes.set_title(f"rewards, {name}, {kind}", fontsize="small")
         axes.set_yticks([])
+        axes.set(xlabel="reward", ylabel="share of the states")
         axes.legend(fontsize="x-small")
     for axes in middle.axes[len(best) :]:
         axes.remove()
@@ -254,7 +260,7 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
             axes.imshow(plt.imread(args.dataset / picture(k)))
             axes.set_title(f"{reward[k]:.3f}", fontsize="small")
         for axes in panel.axes:
-            axes.axis("off")
+            axes.set(xticks=[], yticks=[])  # the border stays: frames may be as white as the page
     kind = f"α = {row['alpha']}" if row["alpha"] != "contrastive" else "contrastive"
     below.suptitle(f"Frames and rewards of the best: {row['model']}, “{row['prompt']}”, {kind}", fontsize="medium")
     figure.suptitle(f"{args.dataset.name}: {len(label)} states, {chance:.1%} of them goal states")
@@ -276,6 +282,8 @@ def main() -> None:
         raise DatasetError(f"--resamples must be at least 2, not {args.resamples}")
     if args.temperature is not None and not args.temperature > 0:
         raise DatasetError(f"--temperature must be above 0, not {args.temperature}")
+    if args.temperature is not None and not args.negative_prompt:
+        raise DatasetError("--temperature belongs to the contrastive reward: give a --negative-prompt")
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -288,6 +296,8 @@ def main() -> None:
     baseline = list(args.baseline_prompt or settings["baseline_prompt"])
     texts = [*dict.fromkeys([*sum(prompts, []), *baseline, *args.negative_prompt])]
     print(f"{args.dataset}: {len(label)} states, {count / len(label):.3f} of them goal states, {people} labelled by a person")
+    if set(args.prompt) - set(settings["prompt"]) and people < len(label):
+        print(f"the labels are those of “{'; '.join(settings['prompt'])}”, except where a person's stand instead")
 
     rng = torch.Generator().manual_seed(args.seed)
     # Row 0 is the dataset itself; the others say how often each state is drawn. The same for all rewards.

@@ -5,16 +5,19 @@ python results/make.py --only table1           # one claim
 python results/make.py --only table1/kneeling  # those of its runs whose names begin so
 python results/make.py --only none             # nothing new: pictures and the README's tables from the CSV files
 
-A run that was interrupted goes on; one that is finished (in `--run-dir`) is not made again. A finished run is a line in CLAIM.csv
+A run that was interrupted goes on; one that is finished (in `--run-dir`) is not made again. Ctrl-C is the run's to answer: it ends
+its round and saves it (a second Ctrl-C does not wait), and then this program ends. A finished run is a line in CLAIM.csv
 (settings, seed, figures, versions), a line a round in curves.csv, and a strip of frames.
 """
 
 import csv
+import hashlib
 import json
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,15 +155,42 @@ def replace_rows(path: Path, new: list[dict]) -> None:
     write(path, sorted(rows, key=lambda row: order[row["run"]]))
 
 
+def weights() -> str:
+    """Of the bundled tiny, in short."""
+    return hashlib.sha256((ROOT / "tiny_clip" / "open_clip_model.safetensors").read_bytes()).hexdigest()[:8]
+
+
 def about() -> dict:
-    """Code and machine of now."""
+    """Code, bundled weights and machine of now."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "*.py", "tiny_clip")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "tiny_clip")
     commit = git("rev-parse", "--short", "HEAD") + (" and changes" if changed else "")
-    return {"machine": f"{platform.machine()}, {torch.get_num_threads()} cores", "commit": commit}
+    return {"machine": f"{platform.machine()}, {torch.get_num_threads()} cores", "commit": commit, "tiny": weights()}
+
+
+def call(command: list, **options) -> tuple[int, str | None]:
+    """Run a Python program -> its exit code and, with stdout=PIPE, what it printed.
+
+    Ctrl-C and SIGTERM are passed on, and end this program when that one has ended as it sees fit: a training saves its round.
+    """
+    child, received = subprocess.Popen([sys.executable, *command], start_new_session=True, text=True, **options), []
+
+    def pass_on(number: int, _) -> None:
+        received.append(number)
+        child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        printed = child.communicate()[0]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        sys.exit(128 + received[0])
+    return child.returncode, printed
 
 
 def store(name: str, run_dir: Path, output: Path) -> dict:
@@ -242,12 +272,23 @@ def some(output: Path, beginning: str) -> list[dict]:
     return [row for row in read(output / f"{beginning.partition('/')[0]}.csv") if row["run"].startswith(beginning)]
 
 
+def commits(rows: list[dict]) -> str:
+    """Where the code was when these were made, and whether the bundled weights were those of now."""
+    return ", ".join(dict.fromkeys(r["commit"] + ("" if r["tiny"] == weights() else " (earlier weights)") for r in rows))
+
+
 def seeds_table(beginning: str) -> Callable[[Path], str]:
     def table(output: Path) -> str:
         head = "seed | success rate | CLIP return | ground-truth return | success in the second half of training | steps/s"
         columns = ("success_rate", "clip_return", "ground_truth_return")
         rows = [
-            [row["seed"], *(row[c] for c in columns), late_success(output, row["run"]), row["steps_per_second"], row["commit"]]
+            [
+                row["seed"],
+                *(row[c] for c in columns),
+                late_success(output, row["run"]),
+                row["steps_per_second"],
+                commits([row]),
+            ]
             for row in some(output, beginning)
         ]
         return markdown(head + " | commit", rows)
@@ -261,8 +302,7 @@ def table1(output: Path) -> str:
         runs = some(output, f"table1/{task}_")
         late = [late_success(output, row["run"]) for row in runs]
         columns = ([row[c] for row in runs] for c in ("seed", "success_rate", "clip_return", "ground_truth_return"))
-        commits = ", ".join(dict.fromkeys(row["commit"] for row in runs))
-        rows.append([task, paper, *(", ".join(c) for c in (*columns, late)), commits])
+        rows.append([task, paper, *(", ".join(c) for c in (*columns, late)), commits(runs)])
     head = "task | paper, ViT-bigG-14 | seeds | success rate, `tiny` | CLIP return | steps of 100 in which the condition holds"
     return markdown(head + " | success in the second half of training | commit", rows)
 
@@ -280,11 +320,12 @@ def alpha_table(output: Path) -> str:
             ", ".join(row["success_rate"] for row in runs),
             ", ".join(learned_at(output, row["run"]) for row in runs),
             ", ".join(late_success(output, row["run"]) for row in runs),
+            commits(runs),
         ]
         for (textures, alpha), runs in sorted(cells.items())
     ]
     head = "textures | α | seeds | success rate | steps to 90 % success | success in the second half of training"
-    return markdown(head, rows)
+    return markdown(head + " | commit", rows)
 
 
 def figure3(output: Path) -> str:
@@ -294,15 +335,16 @@ def figure3(output: Path) -> str:
             default = (textures, camera) == ("realistic", "fixed")
             for row in some(output, "table1/kneeling_1" if default else f"figure3/{textures}-{camera}_"):
                 columns = (row["seed"], row["success_rate"], row["clip_return"], late_success(output, row["run"]))
-                rows.append([textures, camera, LOOKS.get((textures, camera), "not given"), *columns])
-    head = "textures | camera | paper | seed | success rate, `tiny` | CLIP return | success in the second half of training"
+                rows.append([textures, camera, LOOKS.get((textures, camera), "not given"), *columns, commits([row])])
+    head = "textures | camera | paper | seed | success rate, `tiny` | CLIP return | success in the second half of training | commit"
     return markdown(head, rows)
 
 
 def prompts_table(output: Path) -> str:
     runs = [*some(output, "table1/kneeling_1"), *some(output, "prompts/")]
-    rows = [[f"“{r['prompt']}”", r["seed"], r["success_rate"], r["clip_return"], late_success(output, r["run"])] for r in runs]
-    return markdown("prompt | seed | success rate | CLIP return | success in the second half of training", rows)
+    columns = ("seed", "success_rate", "clip_return")
+    rows = [[f"“{r['prompt']}”", *(r[c] for c in columns), late_success(output, r["run"]), commits([r])] for r in runs]
+    return markdown("prompt | seed | success rate | CLIP return | success in the second half of training | commit", rows)
 
 
 def paper_table(output: Path) -> str:
@@ -311,9 +353,11 @@ def paper_table(output: Path) -> str:
         runs = some(output, beginning)
         early = [[point for point in curve(output, row["run"]) if point[0] <= 160_000][-5:] for row in runs]
         cells = [", ".join(f"{mean(point[k] for point in points):.2f}" for points in early) for k in (1, 2)]
-        rows.append([name, ", ".join(r["seed"] for r in runs), *cells, ", ".join(r["success_rate"] for r in runs)])
+        rows.append(
+            [name, ", ".join(r["seed"] for r in runs), *cells, ", ".join(r["success_rate"] for r in runs), commits(runs)]
+        )
     head = "settings | seeds | CLIP return before 160,000 steps | success rate before 160,000 steps | success rate of the best policy"
-    return markdown(head, rows)
+    return markdown(head + " | commit", rows)
 
 
 def rows_table(beginning: str) -> Callable[[Path], str]:
@@ -326,7 +370,7 @@ def rows_table(beginning: str) -> Callable[[Path], str]:
                 f"`{r['script']}.py {r['options']}`",
                 *(r[c] for c in columns),
                 late_success(output, r["run"]),
-                r["commit"],
+                commits([r]),
             ]
             for r in some(output, beginning)
         ]
@@ -373,7 +417,7 @@ def agreement_table(output: Path) -> str:
                 ]
             )
             rows[-1] += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})", f"{float(zero['average_precision']):.3f}"]
-            rows[-1] += [zero.get("commit", "")]
+            rows[-1] += [commits([zero])]
     head = "task | states | goal states | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
     return markdown(head + " | average precision | commit", rows)
 
@@ -389,7 +433,7 @@ def figure4(output: Path) -> str:
         trained = some(output, f"ladder/{name.replace(' ', '-')}_") if model != "tiny" else some(output, "table1/kneeling_")
         rows.append([name, *size, interval(zero, "epic"), interval(zero, "epic_balanced")])
         rows[-1] += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})", f"{float(zero['average_precision']):.3f}"]
-        rows[-1] += [", ".join(row["success_rate"] for row in trained) or "not trained", zero.get("commit", "")]
+        rows[-1] += [", ".join(row["success_rate"] for row in trained) or "not trained", commits([zero, *trained])]
     head = "model | parameters | of the image encoder | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
     return markdown(head + " | average precision | success rate after training, a seed each | commit", rows)
 
@@ -399,7 +443,7 @@ def printed_table(*names: str) -> Callable[[Path], str]:
 
     def table(output: Path) -> str:
         rows = [row for name in names for row in read(output / f"{name}.csv")]
-        keep = [column for column in (rows or [{}])[0] if column not in ("what", "command", "machine", "commit")]
+        keep = [column for column in (rows or [{}])[0] if column not in ("what", "command", "machine", "commit", "tiny")]
         if len(names) > 1 and "CLIP model" not in keep:
             rows = [{"CLIP model": row["what"].partition(" in ")[0]} | row for row in rows]
             keep = ["CLIP model", *keep]
@@ -429,10 +473,31 @@ TABLES = {
 }
 
 
+RUNS_OF = {  # how the names of a table's own runs begin
+    "cartpole": ("cartpole/default_",),
+    "cartpole_paper": ("cartpole/paper_",),
+    "mountaincar": ("mountaincar/default_",),
+    "truth": ("mountaincar/truth_",),
+    "alpha": ("mountaincar/original-", "mountaincar/realistic-"),
+    "figure4": ("ladder/",),
+} | {name: (f"{name}/",) for name in ("table1", "figure3", "prompts", "paper", "contrastive")}
+
+
+def still_to_be_made(table: str, output: Path) -> str:
+    beginnings = RUNS_OF.get(table, ())
+    runs = {run for run in RUNS if run.startswith(beginnings)} if beginnings else set()
+    missing = runs - {row["run"] for beginning in beginnings for row in some(output, beginning)}
+    return f"\n\n*Runs still to be made: {len(missing)} of {len(runs)}.*" if missing else ""
+
+
 def fill_in(readme: str, output: Path = HERE) -> str:
     """The README with each table between `<!-- results: NAME -->` and `<!-- end -->` made anew."""
     pattern = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(lambda found: f"{found[1]}{TABLES[found[2]](output)}\n{found[3]}", readme)
+
+    def table(found: re.Match) -> str:
+        return f"{found[1]}{TABLES[found[2]](output)}{still_to_be_made(found[2], output)}\n{found[3]}"
+
+    return pattern.sub(table, readme)
 
 
 # ---- Pictures
@@ -523,8 +588,7 @@ def judge(name: str, args: Args, ladder: Path) -> int:
     if dataset.is_dir() and json.loads((dataset / "dataset.json").read_text())["runs"] != run_dirs:
         shutil.rmtree(dataset)  # more runs are finished now
     if not dataset.is_dir():
-        command = [script / "dataset.py", "--run-dirs", *run_dirs, "--states", "4000", "--output", dataset]
-        if code := subprocess.run([sys.executable, *command]).returncode:
+        if code := call([script / "dataset.py", "--run-dirs", *run_dirs, "--states", "4000", "--output", dataset])[0]:
             return code
     models = [args.clip_model]
     if name == "reward_models_kneeling":
@@ -532,7 +596,7 @@ def judge(name: str, args: Args, ladder: Path) -> int:
             return code
         models += [f"local-dir:{os.path.relpath(ladder, ROOT)}/width_{width}" for width in LADDER]
     command = [script / "reward_models.py", "--dataset", dataset, "--clip-model", *models, "--device", args.device]
-    code = subprocess.run([sys.executable, *command, "--output", args.output / f"{name}.png"], cwd=ROOT).returncode
+    code, _ = call([*command, "--output", args.output / f"{name}.png"], cwd=ROOT)
     if not code:
         table = args.output / f"{name}.csv"
         write(table, [row | about() for row in read(table)])
@@ -545,7 +609,7 @@ def train_ladder(ladder: Path) -> int:
         return 0
     resume = ["--resume"] if (ladder / "training.pt").is_file() else []
     command = [ROOT / "tiny_clip" / "train.py", "--widths", *map(str, LADDER), "--output", ladder, *resume]
-    return subprocess.run([sys.executable, *command]).returncode
+    return call(command)[0]
 
 
 def main() -> None:
@@ -559,10 +623,13 @@ def main() -> None:
     everything = (*RUNS, *SHEETS, *COMMANDS)
     unknown = [name for name in only if not any(other.startswith(name) for other in everything)]
     if unknown:
-        print(f"make.py: error: nothing begins with {unknown[0]}; there are {', '.join(everything)}", file=sys.stderr)
+        claims = ", ".join(dict.fromkeys(name.partition("/")[0] for name in everything))
+        print(f"make.py: error: nothing begins with {unknown[0]}; there are {claims}", file=sys.stderr)
         sys.exit(2)
     args.output.mkdir(parents=True, exist_ok=True)
     names = [name for name in everything if args.only != ("none",) and (not only or name.startswith(only))]
+    needed = {run for name in names if name in SHEETS for run in SHEETS[name]}
+    names = [name for name in everything if name in names or name in needed]
     if args.clip_model != "tiny":
         names = [name for name in names if name in RUNS and not name.startswith("ladder/")]
     ladder = args.run_dir.parent / "ladder"
@@ -573,10 +640,10 @@ def main() -> None:
         if args.missing and (name in stored or name not in RUNS and (args.output / f"{name}.csv").is_file()):
             continue
         if name in COMMANDS:
-            done = subprocess.run([sys.executable, *COMMANDS[name].split()], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                sys.exit(done.returncode)
-            store_table(name, done.stdout, args.output)
+            code, printed = call(COMMANDS[name].split(), cwd=ROOT, stdout=subprocess.PIPE)
+            if code:
+                sys.exit(code)
+            store_table(name, printed, args.output)
             continue
         if name in SHEETS:
             if code := judge(name, args, ladder):
@@ -599,8 +666,8 @@ def main() -> None:
             else:
                 started.parent.mkdir(parents=True, exist_ok=True)
                 started.write_text(json.dumps({"options": options, "about": about()}))
-            if code := subprocess.run([sys.executable, ROOT / f"{script}.py", *words]).returncode:
-                sys.exit(code)  # it has said why; if it was interrupted, the next call goes on with it
+            if code := call([ROOT / f"{script}.py", *words])[0]:
+                sys.exit(code)  # it has said why
         row = store(name, run_dir, args.output)
         before = f" (stored before: {stored[name]['success_rate']})" if name in stored else ""
         tqdm.write(f"{name}: success rate {row['success_rate']}{before}, CLIP return {row['clip_return']}")

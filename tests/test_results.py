@@ -3,6 +3,8 @@
 import csv
 import inspect
 import re
+import signal
+import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -27,7 +29,7 @@ def test_the_readmes_tables_are_those_of_the_csv_files():
     assert make.fill_in(README) == README
     tables = re.findall(r"<!-- results: \w+ -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
     assert README.count("<!-- results: ") == len(tables) and all(
-        table.count("\n") >= 2 or table == "*Not run yet.*" for table in tables
+        table.count("\n") >= 2 or table.startswith("*Not run yet.*\n\n*Runs still to be made: ") for table in tables
     )
     assert re.search(r"<!-- results: cartpole -->\n\| seed \|.*?\n\| 1 \| [01]\.\d\d \|", README, re.DOTALL)
     broken = re.sub(r"\| 1 \| 1\.00 \|", "| 1 | 0.99 |", README, count=1)
@@ -76,8 +78,8 @@ def test_runs_are_made_stored_skipped_and_gone_on_with(tmp_path, monkeypatch, ca
     short = "--total-timesteps 1200 --num-envs 4 --episode-length 30 --learning-starts 240 --gradient-steps 2 --episodes 3"
     runs = {f"cartpole/default_{seed}": ("dqn_clip_cartpole", f"{short} --seed {seed}") for seed in (1, 2)}
     monkeypatch.setattr(make, "RUNS", runs | {"cartpole/paper_1": ("dqn_clip_cartpole", "--no-such-flag")})
-    calls, call = [], make.subprocess.run
-    monkeypatch.setattr(make.subprocess, "run", lambda command, **k: calls.append([*map(str, command)]) or call(command, **k))
+    calls, call = [], make.call
+    monkeypatch.setattr(make, "call", lambda command, **k: calls.append([*map(str, command)]) or call(command, **k))
     readme = (ROOT / "README.md").read_bytes()
 
     def run(*arguments: str) -> list[list[str]]:
@@ -86,7 +88,7 @@ def test_runs_are_made_stored_skipped_and_gone_on_with(tmp_path, monkeypatch, ca
         folders = ["--run-dir", str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--device", "cpu"]
         monkeypatch.setattr(sys, "argv", ["make.py", *folders, *arguments])
         make.main()
-        return [command[1:] for command in calls if command[1].endswith("cartpole.py")]
+        return [command for command in calls if command[0].endswith("cartpole.py")]
 
     assert len(run("--only", "cartpole/default_1")) == 1
     first = rows_of(tmp_path / "out/cartpole.csv")
@@ -122,3 +124,47 @@ def test_a_printed_table_becomes_a_csv_file_and_a_table_again(tmp_path):
     assert [row["script"] for row in rows] == ["a", "b"] and rows[0]["what"] == "tiny on cpu"
     assert make.printed_table("compare")(tmp_path) == "\n".join(text.splitlines()[1:])
     assert make.printed_table("compare", "none")(tmp_path).splitlines()[0] == "| CLIP model | script | ours |"
+
+
+def test_an_interrupt_is_the_programs_own_to_answer_and_ends_make(tmp_path):
+    """A program that needs a second to end as it wants to gets that second."""
+    slow = """
+import signal, sys, time
+def stop(number, frame):
+    time.sleep(1)
+    print("saved", number, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    (tmp_path / "slow.py").write_text(slow)
+    command = f"import sys; sys.path.insert(0, {str(ROOT / 'results')!r}); import make; make.call([{str(tmp_path / 'slow.py')!r}]); print('on')"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        program = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(number)
+        assert program.communicate(timeout=30)[0] == f"saved {number.value}\n" and program.returncode == 128 + number
+
+
+def test_tables_tell_rows_of_earlier_weights_and_how_many_runs_are_missing(tmp_path):
+    rows = [{"run": f"prompts/rewording-{k}_1", "seed": 1, "success_rate": "1.00", "clip_return": "1"} for k in (1, 2)]
+    about = ({"commit": "abc", "tiny": make.weights()}, {"commit": "abc", "tiny": "another"})
+    rows = [row | {"prompt": "x"} | how for row, how in zip(rows, about)]
+    make.write(tmp_path / "prompts.csv", rows)
+    points = [{"run": row["run"], "step": 1, "clip_return": 1, "success_rate": 0.5} for row in rows]
+    make.write(tmp_path / "curves.csv", points)
+    filled = make.fill_in("<!-- results: prompts -->\n<!-- end -->", tmp_path)
+    assert "| 0.50 | abc |\n" in filled and "| 0.50 | abc (earlier weights) |\n" in filled
+    assert "\n\n*Runs still to be made: 3 of 5.*\n<!-- end -->" in filled
+
+
+def test_a_sheet_brings_its_runs_along(tmp_path, monkeypatch):
+    made, sheet = [], "reward_models_kneeling"
+    monkeypatch.setattr(make, "call", lambda command, **_: (made.append(str(command[0])) or 7, None))
+    folders = ["--run-dir", str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--only", sheet]
+    monkeypatch.setattr(sys, "argv", ["make.py", *folders])
+    with pytest.raises(SystemExit) as stopped:
+        make.main()
+    assert stopped.value.code == 7 and made == [str(ROOT / "sac_clip_humanoid.py")]

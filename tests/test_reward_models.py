@@ -122,7 +122,7 @@ def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
     assert call(dataset, monkeypatch, "--script", script, "--states", 300, "--output", folder) == 0
     settings, states, labels, people = dataset.load(folder)
     assert settings["script"] == script and len(states) == len(labels) == 300 and people == 0
-    assert 0 < labels.float().mean() < 1
+    assert labels.sum() == 75  # a quarter
     assert f"{labels.float().mean():.3f} of them goal states" in capsys.readouterr().out
     with open(folder / "labels.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -142,7 +142,7 @@ def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
     assert np.array_equal(np.asarray(Image.open(folder / rows[7]["frame"])), frame)
     assert len(list((folder / "frames").iterdir())) == 300 and len(list(tmp_path.iterdir())) == 1
 
-    rows[3]["human_label"] = "01"[not labels[3]]
+    rows[3]["human_label"] = ("0.0", "1.0")[not labels[3]]  # as pandas writes it
     rows[4]["human_label"] = f" {'01'[labels[4]]} "
     with open(folder / "labels.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
@@ -288,9 +288,12 @@ def test_table_sheet_and_kept_embeddings(cartpole, tmp_path, monkeypatch, capsys
         tmp_path / "sheet.png",
     ]
     arguments = ["--dataset", cartpole, "--clip-model", "tiny", *few, "--negative-prompt", *negatives]
+    assert call(reward_models, monkeypatch, *arguments, "--prompt", "a fallen pole") == 0
+    assert f"the labels are those of “{goal}”" in capsys.readouterr().out
     assert call(reward_models, monkeypatch, *arguments) == 0
     assert Image.open(tmp_path / "sheet.png").width > 1000
     rows, out = rows_of(tmp_path / "sheet.csv"), capsys.readouterr().out
+    assert "the labels are those of" not in out
     assert [row["alpha"] for row in rows] == ["0", "0.5", "contrastive"] and {row["prompt"] for row in rows} == {goal}
 
     _, states, label, _ = dataset.load(cartpole)
@@ -379,6 +382,7 @@ def test_a_model_that_cannot_be_had_is_skipped_and_the_exit_code_tells(cartpole,
     ("--dataset GOOD --resamples 1", "--resamples must be at least 2"),
     ("--dataset SHORT", "has no line for frames/000049.png"),
     ("--dataset GOOD --temperature 0", "--temperature must be above 0"),
+    ("--dataset GOOD --temperature 0.1", "--temperature belongs to the contrastive reward"),
     ("--dataset GOOD --device toaster", "no device toaster here"),
     ("--dataset COLUMNS", "the first line must be frame,label,human_label, with commas"),
     ("--dataset WRONG", "line 7: labels are 0 or 1, not 'yes'"),

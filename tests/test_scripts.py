@@ -661,6 +661,8 @@ BAD = [
     ("--reward contrastive --threshold 1.5", "--threshold must lie between 0 and 1"),
     ("--threshold 0.5", "--threshold belongs to --reward contrastive"),
     ("--negative-prompt x", "--negative-prompt belongs to --reward contrastive"),
+    ("--reward contrastive --goal-baseline-alpha 0.3", "--goal-baseline-alpha does not go with --reward contrastive"),
+    ("--reward contrastive --baseline-prompt x", "--baseline-prompt does not go with --reward contrastive"),
     ("--track", "pip install wandb"),
 ]
 
