@@ -250,6 +250,7 @@ def test_weights_from_a_file_by_name(tmp_path, monkeypatch):
     ({"clip_model": "ViT-B-32/openia"}, "no weights tag openia; did you mean openai"),
     ({"clip_model": "ViT-B-32"}, "ViT-B-32 needs a weights tag or file, as in ViT-B-32/openai"),
     ({"clip_model": "tinny"}, "did you mean tiny"),
+    ({"clip_model": str(Path(__file__).resolve().parent)}, "for the model in it write local-dir:/"),
     ({"clip_model": "local-dir:/no/such/folder"}, "no CLIP model in /no/such/folder"),
     ({"alpha": -0.1}, "between 0 and 1"),
     ({"alpha": 1.1}, "between 0 and 1"),
