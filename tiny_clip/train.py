@@ -485,7 +485,10 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     seen = (F.normalize(front[:, :2], dim=-1) * to_camera).sum(-1)
     knees_down, feet_down, hands_down = knees < s.KNEE + 0.06, feet < s.FOOT + 0.06, hands < 0.04 + 0.08
     seated = seat < s.SEAT + 0.07
-    at_hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) < 0.22 for side in both])
+    from_hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in both])
+    at_hips = from_hips < 0.22
+    across = torch.stack([(p[f"{side}_hand"] - p[f"{other}_elbow"]).norm(dim=-1) for side, other in (both, both[::-1])])
+    between_knees, between_feet = ((p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1) for part in ("knee", "foot"))
     low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > s.SEAT + 2 * s.FOOT)
     facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
     facts["kneeling"] &= tilt <= 45  # no caption says it of those who lean farther: they are close to falling
@@ -499,6 +502,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "one arm raised": facts["standing-up"] & (hands > head).any(0) & ~(hands > head).all(0),
         "arms half raised": facts["standing-up"] & (over > -0.3) & (over < 0.04),
         "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
+        "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (from_hips > 0.25).any(0),
         "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
@@ -521,11 +525,11 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "straight legs": (bends < 30).all(0),
         "bent knees": (bends > 60).all(0),
         "legs apart": s.spread(p) * (bends < 60).all(0) * (seat < 0.4) > 60,
-        "wide stance": (p["left_foot"] - p["right_foot"]).norm(dim=-1) > 0.5,
-        "knees apart": (p["left_knee"] - p["right_knee"]).norm(dim=-1) > 0.45,
+        "wide stance": between_feet > 0.5,
+        "knees apart": between_knees > 0.45,
         "hands up": over > 0.05,
         "one hand up": (hands > head).any(0) & ~(hands > head).all(0),
-        "hands low": (hands < seat + 0.15).all(0),
+        "hands low": (hands < seat + 0.15).all(0) & ~at_hips.any(0),
         "hands at the hips": at_hips.all(0),
         "hands crossed": (outwards < -0.03).all(0) & (forwards > 0).all(0),
         "arms out": (outwards > 0.5).all(0) & (abs(forwards) < 0.3).all(0),
@@ -542,6 +546,10 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     facts |= {f"bend {degrees}": bends.amax(0) > degrees for degrees in BENDS}
     facts |= {f"foot {cm}": feet.amax(0) * 100 > cm for cm in FOOT_CM}
     facts |= {f"over {cm}": over * 100 > cm for cm in OVER_CM}
+    facts |= {f"hips {cm}": from_hips.amax(0) * 100 < cm for cm in HIPS_CM}
+    facts |= {f"elbows {cm}": across.amax(0) * 100 < cm for cm in ELBOWS_CM}
+    facts |= {f"between knees {cm}": between_knees * 100 > cm for cm in BETWEEN_CM}
+    facts |= {f"between feet {cm}": between_feet * 100 > cm for cm in BETWEEN_CM}
     return facts
 
 
@@ -552,7 +560,12 @@ HEAD_CM, SEAT_CM, TILTS, KNEE_CM = (
     (8, 10, 12, 15, 20, 30, 40, 50, 60),
 )
 HAND_CM, SPREADS, BENDS, FOOT_CM = range(20, 181, 20), range(30, 111, 20), range(30, 121, 30), range(15, 76, 15)
-OVER_CM = (0, 10, 20, 30)
+OVER_CM, HIPS_CM, ELBOWS_CM, BETWEEN_CM = (
+    (0, 10, 20, 30),
+    (15, 20, 25, 30, 40, 60),
+    (25, 30, 35, 40, 50, 60),
+    range(20, 81, 20),
+)
 HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; most say something in one case only
     "kneeling": (
         "kneeling|kneeling down|on its knees|on both knees|kneeling on the floor|kneeling on both knees|down on its knees|"
@@ -612,6 +625,11 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "",
     ),
     "one hand on the hip": ("standing with one hand on its hip|standing, only one hand on the hips", ""),
+    "arms hanging": (
+        "standing with its arms hanging down|standing, arms at its sides|standing with lowered arms|on its feet, with its arms down|"
+        "standing with a hand hanging beside the thigh",
+        "",
+    ),
     "one leg stretched": (
         "sitting with one leg stretched and the other one bent|seated, only one leg stretched|on the floor, one leg straight and one bent|"
         "sitting, one leg stretched to the side and the other one folded in front",
@@ -709,10 +727,34 @@ for name, limits, yes, no in (
         "with both hands more than N cm above its head|with its hands over N cm above the head",
         "with a hand less than N cm above its head|with a hand not N cm above the head",
     ),
+    (
+        "hips",
+        HIPS_CM,
+        "with both hands within N cm of its hips|with its hands less than N cm from the hips",
+        "with a hand more than N cm from its hip|with a hand over N cm away from the hips",
+    ),
+    (
+        "elbows",
+        ELBOWS_CM,
+        "with each hand within N cm of the other elbow|with its hands less than N cm from the other arm's elbow",
+        "with a hand more than N cm from the other elbow|with a hand over N cm away from the other arm's elbow",
+    ),
+    (
+        "between knees",
+        BETWEEN_CM,
+        "with its knees more than N cm apart|with over N cm between its knees",
+        "with its knees less than N cm apart|with under N cm between its knees",
+    ),
+    (
+        "between feet",
+        BETWEEN_CM,
+        "with its feet more than N cm apart|with over N cm between its feet",
+        "with its feet less than N cm apart|with under N cm between its feet",
+    ),
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 24  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 25  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
