@@ -503,6 +503,16 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "arms half raised": facts["standing-up"] & (over > -0.3) & (over < 0.04),
         "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
         "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (from_hips > 0.25).any(0),
+        "hands in front": facts["standing-up"]
+        & (forwards > 0.1).all(0)
+        & (hands > seat).all(0)
+        & (hands < p["right_shoulder"][:, 2]).all(0)
+        & ~facts["arms-crossed"],
+        "a foot just lifted": facts["standing-up"] & (feet.amax(0) > s.FOOT + 0.05) & (feet.amax(0) < s.FOOT + 0.1),
+        "seated, a knee up": (seat <= s.SEAT + 2 * s.FOOT)
+        & (tilt < 50)
+        & (bends > 60).all(0)
+        & (knees.amax(0) > s.KNEE + 2 * s.TOUCH),
         "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
@@ -630,6 +640,19 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "standing with a hand hanging beside the thigh",
         "",
     ),
+    "hands in front": (
+        "standing with its hands in front of the chest|standing, both hands in front of its trunk|standing with bent arms in front of it",
+        "",
+    ),
+    "a foot just lifted": (
+        "standing with a foot just off the floor|standing on its toes|standing with a heel lifted|standing, one foot barely lifted",
+        "",
+    ),
+    "seated, a knee up": (
+        "sitting with a knee lifted off the floor|seated with a knee up in the air|sitting with bent legs, a knee raised|"
+        "seated, its knees not on the floor",
+        "",
+    ),
     "one leg stretched": (
         "sitting with one leg stretched and the other one bent|seated, only one leg stretched|on the floor, one leg straight and one bent|"
         "sitting, one leg stretched to the side and the other one folded in front",
@@ -754,7 +777,7 @@ for name, limits, yes, no in (
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 25  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 28  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
