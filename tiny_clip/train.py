@@ -492,6 +492,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > s.SEAT + 2 * s.FOOT)
     facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
     facts["kneeling"] &= tilt <= 45  # no caption says it of those who lean farther: they are close to falling
+    facts["lotus-position"] &= tilt <= 30  # nor that somebody meditates who sits bent over
     over = hands.amin(0) - head
     facts["arms-raised"] &= over > 0.08  # nor that arms are raised of a hand beside the head
     facts |= {
@@ -513,6 +514,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         & (tilt < 50)
         & (bends > 60).all(0)
         & (knees.amax(0) > s.KNEE + 2 * s.TOUCH),
+        "seated, bent over": (seat <= s.SEAT + 2 * s.FOOT) & (tilt > 35) & (tilt < 75) & (head > 0.25),
         "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
@@ -653,6 +655,10 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "seated, its knees not on the floor",
         "",
     ),
+    "seated, bent over": (
+        "sitting bent over|sitting and leaning far over|seated with its trunk bent|hunched on the floor|sitting on the floor, not upright",
+        "",
+    ),
     "one leg stretched": (
         "sitting with one leg stretched and the other one bent|seated, only one leg stretched|on the floor, one leg straight and one bent|"
         "sitting, one leg stretched to the side and the other one folded in front",
@@ -777,7 +783,7 @@ for name, limits, yes, no in (
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 28  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 29  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
