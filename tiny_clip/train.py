@@ -61,6 +61,8 @@ MOUNTAINCAR_REWORDINGS = (
 HUMANOID_PROMPTS = {task: prompt for task, (prompt, _) in sac_clip_humanoid.TASKS.items()}
 HUMANOID_BASELINE = "a humanoid robot"
 KNEELING_REWORDINGS = (
+    "a kneeling humanoid robot",
+    "a humanoid robot has dropped to its knees",
     "the robot has knelt down",
     "a robot resting on its two knees",
     "a humanoid in a kneeling pose",
@@ -145,7 +147,7 @@ CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says whe
 )
 DEGREES = np.array([5, 10, 15, 20, 30, 45, 60, 75, 90, 105, 120, 135, 150, 165])  # from upright
 HORIZONTAL, SIDE, PLACE, CUT = len(CARTPOLE_POSTURES) + len(DEGREES) + np.arange(4)  # the other facts
-IN_VIEW = 2.25  # m; farther out, a part of the cart is outside the picture
+IN_VIEW = 2.2  # m; farther out, a part of the cart is outside the picture
 CARTPOLE_PLACES = ("at the far left", "to the left", "in the middle", "to the right", "at the far right")
 
 
@@ -190,7 +192,7 @@ def cartpole_scene(n: int, rng: np.random.Generator):
             elif cut[i]:
                 how = pick(
                     rng,
-                    "cut off|cut off by the edge|half out of the picture|partly outside|leaving the picture|not all in view",
+                    "cut off|cut off by the edge|partly out of the picture|partly outside|leaving the picture|not all in view",
                 )
                 text, says[CUT] = pick(rng, f"{cart} {how}|{cart} is {how}|{pole} {on}, {how}|{pole} and {cart}, {how}"), True
                 if rng.random() < 0.4:
@@ -487,34 +489,36 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     seated = seat < s.SEAT + 0.07
     from_hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in both])
     at_hips = from_hips < 0.22
+    beside = torch.stack([(p[f"{side}_hand"] - p["head"]).norm(dim=-1) for side in both])
+    shoulders = torch.minimum(p["right_shoulder"][:, 2], p["left_shoulder"][:, 2])
     across = torch.stack([(p[f"{side}_hand"] - p[f"{other}_elbow"]).norm(dim=-1) for side, other in (both, both[::-1])])
     between_knees, between_feet = ((p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1) for part in ("knee", "foot"))
     low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > s.SEAT + 2 * s.FOOT)
     facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
-    facts["kneeling"] &= tilt <= 45  # no caption says it of those who lean farther: they are close to falling
-    facts["lotus-position"] &= tilt <= 30  # nor that somebody meditates who sits bent over
-    over = hands.amin(0) - head
-    facts["arms-raised"] &= over > 0.08  # nor that arms are raised of a hand beside the head
+    over, not_kneeling, not_in_lotus = hands.amin(0) - head, ~facts["kneeling"], ~facts["lotus-position"]
+    # What fulfils a condition only just no caption calls that, nor the opposite.
+    facts["kneeling"] &= tilt <= 45  # who leans farther is close to falling
+    facts["lotus-position"] &= tilt <= 30  # sits bent over
+    facts["arms-raised"] &= over > 0.08  # a hand beside the head
     facts |= {
         "nearly kneeling": low_knees & ~facts["kneeling"],
         "far from kneeling": ~low_knees & ~facts["kneeling"],
         "a knee lifted": low_knees & (knees.amin(0) < s.KNEE + 0.03) & (knees.amax(0) > s.KNEE + s.TOUCH),
         "one knee": knees_down.any(0) & ~knees_down.all(0) & feet_down.any(0) & (tilt < 45) & (seat > 0.25),
         "one arm raised": facts["standing-up"] & (hands > head).any(0) & ~(hands > head).all(0),
-        "arms half raised": facts["standing-up"] & (over > -0.3) & (over < 0.04),
+        "arms half raised": facts["standing-up"] & (hands > shoulders).all(0) & (over < 0.04),
+        "a hand beside the head": facts["standing-up"] & (over < 0.04) & (beside < 0.35).any(0),
         "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
-        "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (from_hips > 0.25).any(0),
+        "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (from_hips > 0.25).all(0),
         "hands in front": facts["standing-up"]
         & (forwards > 0.1).all(0)
-        & (hands > seat).all(0)
-        & (hands < p["right_shoulder"][:, 2]).all(0)
+        & (outwards.abs() < 0.3).all(0)
+        & (hands > seat + 0.25).all(0)
+        & (hands < shoulders).all(0)
         & ~facts["arms-crossed"],
         "a foot just lifted": facts["standing-up"] & (feet.amax(0) > s.FOOT + 0.05) & (feet.amax(0) < s.FOOT + 0.1),
-        "seated, a knee up": (seat <= s.SEAT + 2 * s.FOOT)
-        & (tilt < 50)
-        & (bends > 60).all(0)
-        & (knees.amax(0) > s.KNEE + 2 * s.TOUCH),
-        "seated, bent over": (seat <= s.SEAT + 2 * s.FOOT) & (tilt > 35) & (tilt < 75) & (head > 0.25),
+        "seated, a knee up": seated & (tilt < 50) & (bends > 60).all(0) & (knees.amax(0) > s.KNEE + 2 * s.TOUCH),
+        "seated, bent over": seated & (tilt > 35) & (front[:, 2] < -0.35) & (head > 0.4),
         "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
@@ -546,6 +550,9 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "hands crossed": (outwards < -0.03).all(0) & (forwards > 0).all(0),
         "arms out": (outwards > 0.5).all(0) & (abs(forwards) < 0.3).all(0),
         "arms forward": (forwards > 0.4).all(0),
+        "not kneeling": not_kneeling,
+        "not in lotus": not_in_lotus,
+        "arms not raised": over < 0,
         "from the front": seen > 0.7,
         "from behind": seen < -0.7,
         "from the side": abs(seen) < 0.6,
@@ -583,12 +590,12 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "kneeling|kneeling down|on its knees|on both knees|kneeling on the floor|kneeling on both knees|down on its knees|"
         "in a kneeling position|kneeling upright|that kneels|kneeling on the ground|that is kneeling|that has knelt|"
         "after it knelt on the floor",
-        "not kneeling|not on its knees|that has not knelt",
+        "",
     ),
     "lotus-position": (
         "in the lotus position|meditating|seated in the lotus position|sitting in lotus pose|in a meditation pose|sitting cross-legged|"
         "seated with crossed legs|in lotus pose on the floor|meditating on the floor|seated down in the lotus position",
-        "not in the lotus position|not meditating",
+        "",
     ),
     "standing-up": (
         "standing|standing upright|standing up straight|on its feet|standing on its feet|standing tall|upright on its feet|that stands|"
@@ -632,36 +639,37 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "",
     ),
     "arms half raised": (
-        "standing with half raised arms|standing with a hand beside its head|standing, a hand no higher than its head|"
-        "standing with an arm raised and its forearm bent down",
+        "standing with half raised arms|standing, arms raised no higher than its head|standing with its arms not quite raised",
+        "",
+    ),
+    "a hand beside the head": (
+        "standing with a hand beside its head|standing, a hand at its head|standing and holding a hand at its head",
         "",
     ),
     "one hand on the hip": ("standing with one hand on its hip|standing, only one hand on the hips", ""),
     "arms hanging": (
-        "standing with its arms hanging down|standing, arms at its sides|standing with lowered arms|on its feet, with its arms down|"
-        "standing with a hand hanging beside the thigh",
+        "standing with lowered arms|standing, both hands low|on its feet, with its arms down|standing with low hands away from its hips",
         "",
     ),
     "hands in front": (
-        "standing with its hands in front of the chest|standing, both hands in front of its trunk|standing with bent arms in front of it",
+        "standing with its hands in front of the chest|standing, both hands in front of its trunk",
         "",
     ),
     "a foot just lifted": (
-        "standing with a foot just off the floor|standing on its toes|standing with a heel lifted|standing, one foot barely lifted",
+        "standing with a foot just off the floor|standing, one foot barely lifted",
         "",
     ),
     "seated, a knee up": (
-        "sitting with a knee lifted off the floor|seated with a knee up in the air|sitting with bent legs, a knee raised|"
-        "seated, its knees not on the floor",
+        "sitting with a knee lifted off the floor|seated with a knee up in the air|sitting with bent legs, a knee raised",
         "",
     ),
     "seated, bent over": (
-        "sitting bent over|sitting and leaning far over|seated with its trunk bent|hunched on the floor|sitting on the floor, not upright",
+        "sitting bent over|sitting and bending forwards|seated with its trunk bent forwards|hunched on the floor",
         "",
     ),
     "one leg stretched": (
         "sitting with one leg stretched and the other one bent|seated, only one leg stretched|on the floor, one leg straight and one bent|"
-        "sitting, one leg stretched to the side and the other one folded in front",
+        "sitting, one leg out to the side, one in front",
         "",
     ),
     "on the heels": ("sitting on its heels|kneeling and sitting on its heels|kneeling low", ""),
@@ -698,7 +706,7 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
     "knees apart": ("with its knees far apart|with knees facing outwards", "with its knees together"),
     "hands up": (
         "with both arms raised|with raised arms|with its hands up|with both hands above its head|with its arms up|raising both arms",
-        "with its arms not raised|without both hands up",
+        "",
     ),
     "one hand up": ("with one arm raised|raising one hand|with one hand up", ""),
     "hands low": ("with its arms hanging down|with lowered arms|with both hands low", ""),
@@ -706,6 +714,9 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
     "hands crossed": ("with crossed arms|with its arms crossed|with folded arms", ""),
     "arms out": ("with its arms stretched to the sides|with its arms spread out|in a T pose", ""),
     "arms forward": ("with its arms stretched forwards|reaching forwards", ""),
+    "not kneeling": ("not kneeling|not on its knees|that has not knelt", ""),
+    "not in lotus": ("not in the lotus position|not meditating", ""),
+    "arms not raised": ("with its arms not raised|without both hands up", ""),
     "from the front": ("facing the camera|seen from the front|looking at us", ""),
     "from behind": ("seen from behind|turning its back on us|facing away", ""),
     "from the side": ("seen from the side|in profile|turned to the side", ""),
@@ -760,13 +771,13 @@ for name, limits, yes, no in (
         "hips",
         HIPS_CM,
         "with both hands within N cm of its hips|with its hands less than N cm from the hips",
-        "with a hand more than N cm from its hip|with a hand over N cm away from the hips",
+        "with a hand more than N cm from its hip|with a hand over N cm from the hips",
     ),
     (
         "elbows",
         ELBOWS_CM,
-        "with each hand within N cm of the other elbow|with its hands less than N cm from the other arm's elbow",
-        "with a hand more than N cm from the other elbow|with a hand over N cm away from the other arm's elbow",
+        "with each hand within N cm of the other elbow|with its hands under N cm from the elbows",
+        "with a hand over N cm from the other elbow|with a hand over N cm from the elbows",
     ),
     (
         "between knees",
@@ -783,7 +794,7 @@ for name, limits, yes, no in (
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 29  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 30  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
