@@ -230,6 +230,7 @@ def test_humanoid_captions_say_what_holds(batches):
     knees = torch.maximum(points["right_knee"][:, 2], points["left_knee"][:, 2])
     hands = torch.minimum(points["right_hand"][:, 2], points["left_hand"][:, 2]) - head
     from_hips = torch.stack([(points[f"{s}_hand"] - points[f"{s}_hip"]).norm(dim=-1) for s in ("right", "left")])
+    elbows = torch.stack([sac_clip_humanoid.bend(points, s, ("shoulder", "elbow", "hand")) for s in ("right", "left")])
     seat, apart = points["seat"][:, 2], (points["left_knee"] - points["right_knee"]).norm(dim=-1)
     rng, seen = np.random.default_rng(0), set()
     assert len(scene.names) == scene.facts.shape[1] == len(train.HUMANOID_WORDS) + 1 and scene.names[:-1] == list(
@@ -252,8 +253,10 @@ def test_humanoid_captions_say_what_holds(batches):
                 ("hands more than 10 cm above its head", hands[i] > 0),
                 ("no higher than its head", hands[i] < 0.15 and head[i] > 1.1),
                 ("hands within 30 cm of its hips", from_hips[:, i].max() < 0.4),
-                ("standing, both hands low", from_hips[:, i].min() > 0.15 and hands[i] < -0.3),
-                ("standing, only one hand on the hips", from_hips[:, i].min() < 0.3 < from_hips[:, i].max() + 0.15),
+                ("standing, both hands low", elbows[:, i].max() < 60 and hands[i] < -0.3),
+                ("hands on its hips", from_hips[:, i].max() < 0.28 and elbows[:, i].min() > 30),
+                ("standing, only one hand on the hips", from_hips[:, i].min() < 0.28 and from_hips[:, i].max() > 0.15),
+                ("close to the hips but not on them", from_hips[:, i].max() > 0.12 and elbows[:, i].min() > 20),
                 ("seated with a knee up", seat[i] < 0.3 and knees[i] > 0.05),
                 ("hunched on the floor", seat[i] < 0.3 and tilts[i] > 25),
                 ("knees more than 40 cm apart", apart[i] > 0.3),

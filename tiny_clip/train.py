@@ -353,6 +353,7 @@ ARMS = {  # shoulder 1 (-85..60), shoulder 2 (-85..60), elbow (-90..50) of the r
     "raised, bent": (-80, 10, -20),
     "to the sides": (-50, -53, -52),
     "on the hips": (48, -75, -15),
+    "pressed on the hips": (54, -61, -30),
     "crossed": (58, 38, -83),
     "low in front": (37, -24, -48),
 }
@@ -377,6 +378,10 @@ def poses(n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     right, left = pose[:, :4], np.where(stand, free, change(0.2, pose, some(legs))[:, :4])
     right_arm = change(0.2, some(arms), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
     left_arm = change(0.2, change(0.3, right_arm, some(arms)), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
+    both = rng.random((n, 1)) < 0.12  # stands, with both arms alike
+    right, left = (np.where(both, legs[0, :4], leg) for leg in (right, left))
+    alike = some(arms)
+    right_arm, left_arm = np.where(both, alike, right_arm), np.where(both, alike, left_arm)
     swap, swap_arms = rng.random((2, n, 1)) < 0.5
     right, left = np.where(swap, left, right), np.where(swap, right, left)
     right_arm, left_arm = np.where(swap_arms, left_arm, right_arm), np.where(swap_arms, right_arm, left_arm)
@@ -399,7 +404,7 @@ def variations(states: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray
     """States (n, 24) -> what `poses` returns, for poses like theirs with some joints and the trunk turned."""
     n = len(states)
     angles = states[:, 7:] + np.radians(
-        rng.choice([10, 30], size=(n, 1))
+        rng.choice([4, 10, 30], size=(n, 1))
         * rng.normal(0, 1, (n, 17))
         * (rng.random((n, 17)) < rng.choice([0.15, 0.4], size=(n, 1)))
     )
@@ -488,7 +493,8 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     knees_down, feet_down, hands_down = knees < s.KNEE + 0.06, feet < s.FOOT + 0.06, hands < 0.04 + 0.08
     seated = seat < s.SEAT + 0.07
     from_hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in both])
-    at_hips = from_hips < 0.22
+    elbows = torch.stack([s.bend(p, side, ("shoulder", "elbow", "hand")) for side in both])
+    at_hips = (from_hips < 0.18) & (elbows > 50)
     beside = torch.stack([(p[f"{side}_hand"] - p["head"]).norm(dim=-1) for side in both])
     shoulders = torch.minimum(p["right_shoulder"][:, 2], p["left_shoulder"][:, 2])
     across = torch.stack([(p[f"{side}_hand"] - p[f"{other}_elbow"]).norm(dim=-1) for side, other in (both, both[::-1])])
@@ -498,8 +504,11 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     over, not_kneeling, not_in_lotus = hands.amin(0) - head, ~facts["kneeling"], ~facts["lotus-position"]
     # What fulfils a condition only just no caption calls that, nor the opposite.
     facts["kneeling"] &= tilt <= 45  # who leans farther is close to falling
-    facts["lotus-position"] &= tilt <= 30  # sits bent over
+    facts["lotus-position"] &= (tilt <= 30) & (knees.amax(0) < s.KNEE + 0.05)  # sits bent over, or with a knee up
     facts["arms-raised"] &= over > 0.08  # a hand beside the head
+    facts["hands-on-hips"] &= at_hips.all(0)  # hands near the hips
+    facts["arms-crossed"] &= (outwards < -0.08).all(0)  # hands in front of the chest
+    facts["standing-on-one-leg"] &= feet.amax(0) > s.FOOT + 0.18  # the other foot just off the floor
     facts |= {
         "nearly kneeling": low_knees & ~facts["kneeling"],
         "far from kneeling": ~low_knees & ~facts["kneeling"],
@@ -508,15 +517,16 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "one arm raised": facts["standing-up"] & (hands > head).any(0) & ~(hands > head).all(0),
         "arms half raised": facts["standing-up"] & (hands > shoulders).all(0) & (over < 0.04),
         "a hand beside the head": facts["standing-up"] & (over < 0.04) & (beside < 0.35).any(0),
-        "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
-        "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (from_hips > 0.25).all(0),
+        "one hand on the hip": facts["standing-up"] & at_hips.any(0) & (from_hips > 0.25).any(0),
+        "hands near the hips": facts["standing-up"] & (from_hips < 0.35).all(0) & (from_hips > 0.22).any(0) & (elbows > 40).all(0),
+        "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (elbows < 40).all(0),
         "hands in front": facts["standing-up"]
         & (forwards > 0.1).all(0)
         & (outwards.abs() < 0.3).all(0)
         & (hands > seat + 0.25).all(0)
         & (hands < shoulders).all(0)
-        & ~facts["arms-crossed"],
-        "a foot just lifted": facts["standing-up"] & (feet.amax(0) > s.FOOT + 0.05) & (feet.amax(0) < s.FOOT + 0.1),
+        & (outwards > -0.04).any(0),
+        "a foot just lifted": facts["standing-up"] & (feet.amax(0) > s.FOOT + 0.04) & (feet.amax(0) < s.FOOT + 0.14),
         "seated, a knee up": seated & (tilt < 50) & (bends > 60).all(0) & (knees.amax(0) > s.KNEE + 2 * s.TOUCH),
         "seated, bent over": seated & (tilt > 35) & (front[:, 2] < -0.35) & (head > 0.4),
         "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
@@ -547,7 +557,7 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "one hand up": (hands > head).any(0) & ~(hands > head).all(0),
         "hands low": (hands < seat + 0.15).all(0) & ~at_hips.any(0),
         "hands at the hips": at_hips.all(0),
-        "hands crossed": (outwards < -0.03).all(0) & (forwards > 0).all(0),
+        "hands crossed": (outwards < -0.08).all(0) & (forwards > 0).all(0),
         "arms out": (outwards > 0.5).all(0) & (abs(forwards) < 0.3).all(0),
         "arms forward": (forwards > 0.4).all(0),
         "not kneeling": not_kneeling,
@@ -647,12 +657,13 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "",
     ),
     "one hand on the hip": ("standing with one hand on its hip|standing, only one hand on the hips", ""),
+    "hands near the hips": ("standing with its hands near its hips|standing, hands close to the hips but not on them", ""),
     "arms hanging": (
-        "standing with lowered arms|standing, both hands low|on its feet, with its arms down|standing with low hands away from its hips",
+        "standing with lowered arms|standing, both hands low|on its feet, with its arms down|standing with hanging arms",
         "",
     ),
     "hands in front": (
-        "standing with its hands in front of the chest|standing, both hands in front of its trunk",
+        "standing with its hands in front of the chest|standing, both hands in front of its trunk|standing with its arms in front, not crossed",
         "",
     ),
     "a foot just lifted": (
@@ -794,7 +805,7 @@ for name, limits, yes, no in (
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 30  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 31  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
