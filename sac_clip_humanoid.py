@@ -421,10 +421,10 @@ def tilt(p: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.rad2deg(torch.acos(F.normalize(p["head"] - p["seat"], dim=-1)[..., 2].clamp(-1, 1)))
 
 
-def bend(p: dict[str, torch.Tensor], side: str) -> torch.Tensor:
-    """How far a knee is bent (N,), degrees: a straight leg is 0."""
-    thigh, shin = (F.normalize(p[f"{side}_{b}"] - p[f"{side}_{a}"], dim=-1) for a, b in (("hip", "knee"), ("knee", "foot")))
-    return torch.rad2deg(torch.acos((thigh * shin).sum(-1).clamp(-1, 1)))
+def bend(p: dict[str, torch.Tensor], side: str, limb: tuple[str, str, str] = ("hip", "knee", "foot")) -> torch.Tensor:
+    """How far a knee, or another limb's middle joint, is bent (N,), degrees: a straight leg is 0."""
+    upper, lower = (F.normalize(p[f"{side}_{b}"] - p[f"{side}_{a}"], dim=-1) for a, b in zip(limb, limb[1:]))
+    return torch.rad2deg(torch.acos((upper * lower).sum(-1).clamp(-1, 1)))
 
 
 def spread(p: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -482,9 +482,11 @@ def doing_splits(p: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def hands_on_hips(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Standing, each hand within 20 cm of the hip joint on its side (the hip itself is 9 cm thick, the hand 4)."""
+    """Standing, each hand within 20 cm of the hip joint on its side (the hip itself is 9 cm thick, the hand 4), both elbows bent
+    by 40° or more: arms that merely hang down come as close."""
     far = torch.maximum(*((p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in ("right", "left")))
-    return standing_up(p) & (far <= 0.2)
+    bent = torch.minimum(*(bend(p, side, ("shoulder", "elbow", "hand")) for side in ("right", "left")))
+    return standing_up(p) & (far <= 0.2) & (bent >= 40)
 
 
 def arms_crossed(p: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -290,6 +290,7 @@ FALSE = {
         pose(**KNEELING, **ON_HIPS),
         pose(knee=-5, **CROSSED),
         pose(knee=-5, shoulder1=45, shoulder2=-20, elbow=-20),  # hands on the belly
+        pose(knee=-5, shoulder1=42, shoulder2=-39, elbow=-85),  # hanging arms, 18 cm from the hips
     ],
     "arms-crossed": [
         STANDING,

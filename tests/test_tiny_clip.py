@@ -119,6 +119,12 @@ def test_no_caption_holds_a_held_out_prompt_and_all_fit_the_context(scene, batch
     assert not any(sentence in caption for caption in captions for sentence in train.HELD_OUT)
     assert "a humanoid robot" not in captions  # that baseline is held out as a whole: every other caption may say what it does
     assert not any(word in caption for caption in captions for word in ("MOUNTAIN", "FLAG", "EXACTLY", "|"))
+    if scene == "humanoid_scene":  # the longest that may come
+        subject = "the humanoid robot is"
+        longest = sorted(
+            (phrase for words in train.HUMANOID_WORDS.values() for w in words for phrase in w.split("|")), key=len
+        )
+        captions = {f"{subject} {a}, {b}" for a in longest[-30:] for b in longest[-30:] if a != b}
     assert max(len(tokenizer.encode(caption)) for caption in captions) + 2 <= train.MODEL_CFG["text_cfg"]["context_length"]
 
 
@@ -153,6 +159,30 @@ def test_cartpole_captions_are_true_of_their_own_frames_and_of_the_right_others(
             assert true[i].all()
             seen.add("cart pole")
     assert seen == {"off balance", True, False, "cart pole", "view"}
+
+
+def test_cartpole_captions_say_where_the_cart_is(monkeypatch):
+    """Words against the x that was drawn: 25.5 of Gymnasium's pixels are half a cart, 300 half a picture, 125 a metre."""
+    drawn, seen = [], set()
+    draw = train.dqn_clip_cartpole.draw
+    monkeypatch.setattr(train.dqn_clip_cartpole, "draw", lambda states, *a: drawn.append(states[:, 0]) or draw(states, *a))
+    _, captions, facts, mentioned = train.cartpole_scene(3000, np.random.default_rng(1))
+    x, true, edge = drawn[0], train.is_true(facts, mentioned), (300 - 25.5) / 125
+    for i, caption in enumerate(captions):
+        for words, low, high in (
+            ("cut off", edge, 2.4),
+            ("partly outside", edge, 2.4),
+            ("in full view", 0, edge),
+            ("upright", 0, edge),
+            ("degrees from vertical", 0, edge),
+            ("at the far", 1.44, 2.4),
+        ):
+            if words in caption:
+                assert (
+                    low - 0.15 < abs(x[i]) < high + 0.15 and not true[i, (abs(x) < low - 0.15) | (abs(x) > high + 0.15)].any()
+                )
+                seen.add(words)
+    assert len(seen) == 6
 
 
 def test_mountaincar_captions_say_where_the_car_is(batches, monkeypatch):
@@ -198,6 +228,10 @@ def test_humanoid_captions_say_what_holds(batches):
     points = sac_clip_humanoid.Scene(8, 8, "original", "fixed", 1, 600, torch.device("cpu")).draw(states)[1]
     head, tilts = points["head"][:, 2], sac_clip_humanoid.tilt(points)
     knees = torch.maximum(points["right_knee"][:, 2], points["left_knee"][:, 2])
+    hands = torch.minimum(points["right_hand"][:, 2], points["left_hand"][:, 2]) - head
+    from_hips = torch.stack([(points[f"{s}_hand"] - points[f"{s}_hip"]).norm(dim=-1) for s in ("right", "left")])
+    elbows = torch.stack([sac_clip_humanoid.bend(points, s, ("shoulder", "elbow", "hand")) for s in ("right", "left")])
+    seat, apart = points["seat"][:, 2], (points["left_knee"] - points["right_knee"]).norm(dim=-1)
     rng, seen = np.random.default_rng(0), set()
     assert len(scene.names) == scene.facts.shape[1] == len(train.HUMANOID_WORDS) + 1 and scene.names[:-1] == list(
         train.HUMANOID_WORDS
@@ -216,13 +250,23 @@ def test_humanoid_captions_say_what_holds(batches):
                 ("standing on its feet", head[i] > 1.1),
                 ("lying on its back", head[i] < 0.5 and tilts[i] > 40),
                 ("knees below 20 cm", knees[i] < 0.3),
+                ("hands more than 10 cm above its head", hands[i] > 0),
+                ("no higher than its head", hands[i] < 0.15 and head[i] > 1.1),
+                ("hands within 30 cm of its hips", from_hips[:, i].max() < 0.4),
+                ("standing, both hands low", elbows[:, i].max() < 60 and hands[i] < -0.3),
+                ("hands on its hips", from_hips[:, i].max() < 0.28 and elbows[:, i].min() > 30),
+                ("standing, only one hand on the hips", from_hips[:, i].min() < 0.28 and from_hips[:, i].max() > 0.15),
+                ("close to the hips but not on them", from_hips[:, i].max() > 0.12 and elbows[:, i].min() > 20),
+                ("seated with a knee up", seat[i] < 0.3 and knees[i] > 0.05),
+                ("hunched on the floor", seat[i] < 0.3 and tilts[i] > 25),
+                ("knees more than 40 cm apart", apart[i] > 0.3),
             ):
                 if words in caption and "not " + words not in caption:
                     assert holds, caption
                     seen.add(words)
             named = np.flatnonzero(says)
             assert all(train.HUMANOID_WORDS[scene.names[k]][0 if facts[k] else 1] for k in named if k < len(facts) - 1)
-    assert len(seen) >= 7
+    assert len(seen) >= 15
     frames, captions, facts, mentioned = batches["humanoid_scene"][0]
     true = train.is_true(facts, mentioned)
     slow = (facts[:, None] == facts[None]) | ~mentioned[:, None]

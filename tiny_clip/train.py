@@ -61,6 +61,8 @@ MOUNTAINCAR_REWORDINGS = (
 HUMANOID_PROMPTS = {task: prompt for task, (prompt, _) in sac_clip_humanoid.TASKS.items()}
 HUMANOID_BASELINE = "a humanoid robot"
 KNEELING_REWORDINGS = (
+    "a kneeling humanoid robot",
+    "a humanoid robot has dropped to its knees",
     "the robot has knelt down",
     "a robot resting on its two knees",
     "a humanoid in a kneeling pose",
@@ -145,7 +147,7 @@ CARTPOLE_POSTURES = (  # at most so many degrees from upright: what one says whe
 )
 DEGREES = np.array([5, 10, 15, 20, 30, 45, 60, 75, 90, 105, 120, 135, 150, 165])  # from upright
 HORIZONTAL, SIDE, PLACE, CUT = len(CARTPOLE_POSTURES) + len(DEGREES) + np.arange(4)  # the other facts
-IN_VIEW = 2.25  # m; farther out, a part of the cart is outside the picture
+IN_VIEW = 2.2  # m; farther out, a part of the cart is outside the picture
 CARTPOLE_PLACES = ("at the far left", "to the left", "in the middle", "to the right", "at the far right")
 
 
@@ -190,7 +192,7 @@ def cartpole_scene(n: int, rng: np.random.Generator):
             elif cut[i]:
                 how = pick(
                     rng,
-                    "cut off|cut off by the edge|half out of the picture|partly outside|leaving the picture|not all in view",
+                    "cut off|cut off by the edge|partly out of the picture|partly outside|leaving the picture|not all in view",
                 )
                 text, says[CUT] = pick(rng, f"{cart} {how}|{cart} is {how}|{pole} {on}, {how}|{pole} and {cart}, {how}"), True
                 if rng.random() < 0.4:
@@ -351,6 +353,7 @@ ARMS = {  # shoulder 1 (-85..60), shoulder 2 (-85..60), elbow (-90..50) of the r
     "raised, bent": (-80, 10, -20),
     "to the sides": (-50, -53, -52),
     "on the hips": (48, -75, -15),
+    "pressed on the hips": (54, -61, -30),
     "crossed": (58, 38, -83),
     "low in front": (37, -24, -48),
 }
@@ -375,6 +378,10 @@ def poses(n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     right, left = pose[:, :4], np.where(stand, free, change(0.2, pose, some(legs))[:, :4])
     right_arm = change(0.2, some(arms), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
     left_arm = change(0.2, change(0.3, right_arm, some(arms)), rng.uniform((-85, -85, -90), (60, 60, 50), (n, 3)))
+    both = rng.random((n, 1)) < 0.12  # stands, with both arms alike
+    right, left = (np.where(both, legs[0, :4], leg) for leg in (right, left))
+    alike = some(arms)
+    right_arm, left_arm = np.where(both, alike, right_arm), np.where(both, alike, left_arm)
     swap, swap_arms = rng.random((2, n, 1)) < 0.5
     right, left = np.where(swap, left, right), np.where(swap, right, left)
     right_arm, left_arm = np.where(swap_arms, left_arm, right_arm), np.where(swap_arms, right_arm, left_arm)
@@ -397,7 +404,7 @@ def variations(states: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray
     """States (n, 24) -> what `poses` returns, for poses like theirs with some joints and the trunk turned."""
     n = len(states)
     angles = states[:, 7:] + np.radians(
-        rng.choice([10, 30], size=(n, 1))
+        rng.choice([4, 10, 30], size=(n, 1))
         * rng.normal(0, 1, (n, 17))
         * (rng.random((n, 17)) < rng.choice([0.15, 0.4], size=(n, 1)))
     )
@@ -485,20 +492,43 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     seen = (F.normalize(front[:, :2], dim=-1) * to_camera).sum(-1)
     knees_down, feet_down, hands_down = knees < s.KNEE + 0.06, feet < s.FOOT + 0.06, hands < 0.04 + 0.08
     seated = seat < s.SEAT + 0.07
-    at_hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) < 0.22 for side in both])
+    from_hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in both])
+    elbows = torch.stack([s.bend(p, side, ("shoulder", "elbow", "hand")) for side in both])
+    at_hips = (from_hips < 0.18) & (elbows > 50)
+    beside = torch.stack([(p[f"{side}_hand"] - p["head"]).norm(dim=-1) for side in both])
+    shoulders = torch.minimum(p["right_shoulder"][:, 2], p["left_shoulder"][:, 2])
+    across = torch.stack([(p[f"{side}_hand"] - p[f"{other}_elbow"]).norm(dim=-1) for side, other in (both, both[::-1])])
+    between_knees, between_feet = ((p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1) for part in ("knee", "foot"))
     low_knees = (knees < 0.3).all(0) & (tilt < 60) & (seat > s.SEAT + 2 * s.FOOT)
     facts = {name: holds(p) for name, (_, holds) in s.TASKS.items()}
-    facts["kneeling"] &= tilt <= 45  # no caption says it of those who lean farther: they are close to falling
-    over = hands.amin(0) - head
-    facts["arms-raised"] &= over > 0.08  # nor that arms are raised of a hand beside the head
+    over, not_kneeling, not_in_lotus = hands.amin(0) - head, ~facts["kneeling"], ~facts["lotus-position"]
+    # What fulfils a condition only just no caption calls that, nor the opposite.
+    facts["kneeling"] &= tilt <= 45  # who leans farther is close to falling
+    facts["lotus-position"] &= (tilt <= 30) & (knees.amax(0) < s.KNEE + 0.05)  # sits bent over, or with a knee up
+    facts["arms-raised"] &= over > 0.08  # a hand beside the head
+    facts["hands-on-hips"] &= at_hips.all(0)  # hands near the hips
+    facts["arms-crossed"] &= (outwards < -0.08).all(0)  # hands in front of the chest
+    facts["standing-on-one-leg"] &= feet.amax(0) > s.FOOT + 0.18  # the other foot just off the floor
     facts |= {
         "nearly kneeling": low_knees & ~facts["kneeling"],
         "far from kneeling": ~low_knees & ~facts["kneeling"],
         "a knee lifted": low_knees & (knees.amin(0) < s.KNEE + 0.03) & (knees.amax(0) > s.KNEE + s.TOUCH),
         "one knee": knees_down.any(0) & ~knees_down.all(0) & feet_down.any(0) & (tilt < 45) & (seat > 0.25),
         "one arm raised": facts["standing-up"] & (hands > head).any(0) & ~(hands > head).all(0),
-        "arms half raised": facts["standing-up"] & (over > -0.3) & (over < 0.04),
-        "one hand on the hip": facts["standing-up"] & at_hips.any(0) & ~at_hips.all(0),
+        "arms half raised": facts["standing-up"] & (hands > shoulders).all(0) & (over < 0.04),
+        "a hand beside the head": facts["standing-up"] & (over < 0.04) & (beside < 0.35).any(0),
+        "one hand on the hip": facts["standing-up"] & at_hips.any(0) & (from_hips > 0.25).any(0),
+        "hands near the hips": facts["standing-up"] & (from_hips < 0.35).all(0) & (from_hips > 0.22).any(0) & (elbows > 40).all(0),
+        "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (elbows < 40).all(0),
+        "hands in front": facts["standing-up"]
+        & (forwards > 0.1).all(0)
+        & (outwards.abs() < 0.3).all(0)
+        & (hands > seat + 0.25).all(0)
+        & (hands < shoulders).all(0)
+        & (outwards > -0.04).any(0),
+        "a foot just lifted": facts["standing-up"] & (feet.amax(0) > s.FOOT + 0.04) & (feet.amax(0) < s.FOOT + 0.14),
+        "seated, a knee up": seated & (tilt < 50) & (bends > 60).all(0) & (knees.amax(0) > s.KNEE + 2 * s.TOUCH),
+        "seated, bent over": seated & (tilt > 35) & (front[:, 2] < -0.35) & (head > 0.4),
         "one leg stretched": (seat < s.SEAT + 0.15) & (bends < 40).any(0) & (bends > 55).any(0) & (tilt < 60),
         "on the heels": facts["kneeling"] & (seat < 0.36),
         "straight kneeling": facts["kneeling"] & (seat > 0.42),
@@ -521,15 +551,18 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "straight legs": (bends < 30).all(0),
         "bent knees": (bends > 60).all(0),
         "legs apart": s.spread(p) * (bends < 60).all(0) * (seat < 0.4) > 60,
-        "wide stance": (p["left_foot"] - p["right_foot"]).norm(dim=-1) > 0.5,
-        "knees apart": (p["left_knee"] - p["right_knee"]).norm(dim=-1) > 0.45,
+        "wide stance": between_feet > 0.5,
+        "knees apart": between_knees > 0.45,
         "hands up": over > 0.05,
         "one hand up": (hands > head).any(0) & ~(hands > head).all(0),
-        "hands low": (hands < seat + 0.15).all(0),
+        "hands low": (hands < seat + 0.15).all(0) & ~at_hips.any(0),
         "hands at the hips": at_hips.all(0),
-        "hands crossed": (outwards < -0.03).all(0) & (forwards > 0).all(0),
+        "hands crossed": (outwards < -0.08).all(0) & (forwards > 0).all(0),
         "arms out": (outwards > 0.5).all(0) & (abs(forwards) < 0.3).all(0),
         "arms forward": (forwards > 0.4).all(0),
+        "not kneeling": not_kneeling,
+        "not in lotus": not_in_lotus,
+        "arms not raised": over < 0,
         "from the front": seen > 0.7,
         "from behind": seen < -0.7,
         "from the side": abs(seen) < 0.6,
@@ -542,6 +575,10 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
     facts |= {f"bend {degrees}": bends.amax(0) > degrees for degrees in BENDS}
     facts |= {f"foot {cm}": feet.amax(0) * 100 > cm for cm in FOOT_CM}
     facts |= {f"over {cm}": over * 100 > cm for cm in OVER_CM}
+    facts |= {f"hips {cm}": from_hips.amax(0) * 100 < cm for cm in HIPS_CM}
+    facts |= {f"elbows {cm}": across.amax(0) * 100 < cm for cm in ELBOWS_CM}
+    facts |= {f"between knees {cm}": between_knees * 100 > cm for cm in BETWEEN_CM}
+    facts |= {f"between feet {cm}": between_feet * 100 > cm for cm in BETWEEN_CM}
     return facts
 
 
@@ -552,18 +589,23 @@ HEAD_CM, SEAT_CM, TILTS, KNEE_CM = (
     (8, 10, 12, 15, 20, 30, 40, 50, 60),
 )
 HAND_CM, SPREADS, BENDS, FOOT_CM = range(20, 181, 20), range(30, 111, 20), range(30, 121, 30), range(15, 76, 15)
-OVER_CM = (0, 10, 20, 30)
+OVER_CM, HIPS_CM, ELBOWS_CM, BETWEEN_CM = (
+    (0, 10, 20, 30),
+    (15, 20, 25, 30, 40, 60),
+    (25, 30, 35, 40, 50, 60),
+    range(20, 81, 20),
+)
 HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; most say something in one case only
     "kneeling": (
         "kneeling|kneeling down|on its knees|on both knees|kneeling on the floor|kneeling on both knees|down on its knees|"
         "in a kneeling position|kneeling upright|that kneels|kneeling on the ground|that is kneeling|that has knelt|"
         "after it knelt on the floor",
-        "not kneeling|not on its knees|that has not knelt",
+        "",
     ),
     "lotus-position": (
         "in the lotus position|meditating|seated in the lotus position|sitting in lotus pose|in a meditation pose|sitting cross-legged|"
         "seated with crossed legs|in lotus pose on the floor|meditating on the floor|seated down in the lotus position",
-        "not in the lotus position|not meditating",
+        "",
     ),
     "standing-up": (
         "standing|standing upright|standing up straight|on its feet|standing on its feet|standing tall|upright on its feet|that stands|"
@@ -607,14 +649,38 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
         "",
     ),
     "arms half raised": (
-        "standing with half raised arms|standing with a hand beside its head|standing, a hand no higher than its head|"
-        "standing with an arm raised and its forearm bent down",
+        "standing with half raised arms|standing, arms raised no higher than its head|standing with its arms not quite raised",
+        "",
+    ),
+    "a hand beside the head": (
+        "standing with a hand beside its head|standing, a hand at its head|standing and holding a hand at its head",
         "",
     ),
     "one hand on the hip": ("standing with one hand on its hip|standing, only one hand on the hips", ""),
+    "hands near the hips": ("standing with its hands near its hips|standing, hands close to the hips but not on them", ""),
+    "arms hanging": (
+        "standing with lowered arms|standing, both hands low|on its feet, with its arms down|standing with hanging arms",
+        "",
+    ),
+    "hands in front": (
+        "standing with its hands in front of the chest|standing, both hands in front of its trunk|standing with its arms in front, not crossed",
+        "",
+    ),
+    "a foot just lifted": (
+        "standing with a foot just off the floor|standing, one foot barely lifted",
+        "",
+    ),
+    "seated, a knee up": (
+        "sitting with a knee lifted off the floor|seated with a knee up in the air|sitting with bent legs, a knee raised",
+        "",
+    ),
+    "seated, bent over": (
+        "sitting bent over|sitting and bending forwards|seated with its trunk bent forwards|hunched on the floor",
+        "",
+    ),
     "one leg stretched": (
         "sitting with one leg stretched and the other one bent|seated, only one leg stretched|on the floor, one leg straight and one bent|"
-        "sitting, one leg stretched to the side and the other one folded in front",
+        "sitting, one leg out to the side, one in front",
         "",
     ),
     "on the heels": ("sitting on its heels|kneeling and sitting on its heels|kneeling low", ""),
@@ -651,7 +717,7 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
     "knees apart": ("with its knees far apart|with knees facing outwards", "with its knees together"),
     "hands up": (
         "with both arms raised|with raised arms|with its hands up|with both hands above its head|with its arms up|raising both arms",
-        "with its arms not raised|without both hands up",
+        "",
     ),
     "one hand up": ("with one arm raised|raising one hand|with one hand up", ""),
     "hands low": ("with its arms hanging down|with lowered arms|with both hands low", ""),
@@ -659,6 +725,9 @@ HUMANOID_WORDS = {  # what one says where a fact holds, and where it does not; m
     "hands crossed": ("with crossed arms|with its arms crossed|with folded arms", ""),
     "arms out": ("with its arms stretched to the sides|with its arms spread out|in a T pose", ""),
     "arms forward": ("with its arms stretched forwards|reaching forwards", ""),
+    "not kneeling": ("not kneeling|not on its knees|that has not knelt", ""),
+    "not in lotus": ("not in the lotus position|not meditating", ""),
+    "arms not raised": ("with its arms not raised|without both hands up", ""),
     "from the front": ("facing the camera|seen from the front|looking at us", ""),
     "from behind": ("seen from behind|turning its back on us|facing away", ""),
     "from the side": ("seen from the side|in profile|turned to the side", ""),
@@ -709,10 +778,34 @@ for name, limits, yes, no in (
         "with both hands more than N cm above its head|with its hands over N cm above the head",
         "with a hand less than N cm above its head|with a hand not N cm above the head",
     ),
+    (
+        "hips",
+        HIPS_CM,
+        "with both hands within N cm of its hips|with its hands less than N cm from the hips",
+        "with a hand more than N cm from its hip|with a hand over N cm from the hips",
+    ),
+    (
+        "elbows",
+        ELBOWS_CM,
+        "with each hand within N cm of the other elbow|with its hands under N cm from the elbows",
+        "with a hand over N cm from the other elbow|with a hand over N cm from the elbows",
+    ),
+    (
+        "between knees",
+        BETWEEN_CM,
+        "with its knees more than N cm apart|with over N cm between its knees",
+        "with its knees less than N cm apart|with under N cm between its knees",
+    ),
+    (
+        "between feet",
+        BETWEEN_CM,
+        "with its feet more than N cm apart|with over N cm between its feet",
+        "with its feet less than N cm apart|with under N cm between its feet",
+    ),
 ):
     for limit in limits:
         HUMANOID_WORDS[f"{name} {limit}"] = (yes.replace("N", str(limit)), no.replace("N", str(limit)))
-POSTURES = 24  # so many of the first entries say what the robot does; the others describe parts of it
+POSTURES = 31  # so many of the first entries say what the robot does; the others describe parts of it
 LOOKS = (
     "a colourful robot on a tiled floor under a blue sky|a white and blue robot",
     "a brown figure on a chequered floor|a brown robot in the dark",
