@@ -518,7 +518,10 @@ def humanoid_facts(p: dict[str, torch.Tensor], camera: np.ndarray, rng: np.rando
         "arms half raised": facts["standing-up"] & (hands > shoulders).all(0) & (over < 0.04),
         "a hand beside the head": facts["standing-up"] & (over < 0.04) & (beside < 0.35).any(0),
         "one hand on the hip": facts["standing-up"] & at_hips.any(0) & (from_hips > 0.25).any(0),
-        "hands near the hips": facts["standing-up"] & (from_hips < 0.35).all(0) & (from_hips > 0.22).any(0) & (elbows > 40).all(0),
+        "hands near the hips": facts["standing-up"]
+        & (from_hips < 0.35).all(0)
+        & (from_hips > 0.22).any(0)
+        & (elbows > 40).all(0),
         "arms hanging": facts["standing-up"] & (hands < seat + 0.15).all(0) & (elbows < 40).all(0),
         "hands in front": facts["standing-up"]
         & (forwards > 0.1).all(0)
