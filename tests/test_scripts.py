@@ -250,7 +250,7 @@ def test_half_precision_ranks_frames_as_single_precision_does(script, one_thread
     args, frames = SCRIPTS[script].Args(), DRAW[script](states_of(script, 500))
     prompts = args.prompt or "a humanoid robot kneeling", args.baseline_prompt, args.goal_baseline_alpha
     rewards = [CLIPReward("tiny", *prompts, precision=precision)(frames) for precision in ("fp32", "bf16")]
-    assert rewards[0].std() > 0.1 and not torch.equal(*rewards)
+    assert rewards[0].std() > 0.05 and not torch.equal(*rewards)
     ranks = torch.stack([reward.argsort().argsort().double() for reward in rewards])
     assert torch.corrcoef(ranks)[0, 1] >= 0.999
 
