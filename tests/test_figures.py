@@ -47,7 +47,7 @@ def test_upright_and_the_flag_are_the_maxima_at_every_alpha(tmp_path):
             assert abs(place) <= 6 if panel == "CartPole" else place >= 0.449
             if panel == "CartPole":  # the top is flat: see the model card
                 upright = next(reward for reward, place in curve if place == 0)
-                assert max(curve)[0] - upright <= 0.025 * (max(curve)[0] - min(curve)[0])
+                assert max(curve)[0] - upright <= 0.04 * (max(curve)[0] - min(curve)[0])
             assert f"| {panel} | {alpha} | {place:+.2f} |" in done.stdout
 
     prompt, baseline = sac_clip_mountaincar.Args().prompt, sac_clip_mountaincar.Args().baseline_prompt

@@ -60,7 +60,7 @@ def test_reward_separates_upright_from_fallen(alpha):
     sweep[..., 0], sweep[..., 2] = places, torch.deg2rad(degrees)[:, None]
     curve = reward(dqn_clip_cartpole.draw(sweep.flatten(0, 1), 64, 64)).view(-1, 9).mean(1)
     assert degrees[curve.argmax()].abs() <= 6  # the top is flat
-    assert curve.max() - curve[degrees == 0] <= 0.02 * (curve.max() - curve.min())
+    assert curve.max() - curve[degrees == 0] <= 0.04 * (curve.max() - curve.min())
 
 
 @pytest.mark.parametrize("textures", ["original", "realistic"])
