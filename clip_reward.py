@@ -239,9 +239,9 @@ def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
         check_hub(clip_model, clip_model.removeprefix("hf-hub:"), "")
         return clip_model, None, False
     name, _, pretrained = clip_model.partition("/")
-    if os.path.isdir(clip_model):
-        raise RewardModelError(f"{clip_model} is a folder; for the model in it write local-dir:{clip_model}")
     if name not in open_clip.list_models():
+        if os.path.isdir(clip_model):
+            raise RewardModelError(f"{clip_model} is a folder; for the model in it write local-dir:{clip_model}")
         raise RewardModelError(f"unknown CLIP model {name}{nearest(name, [*open_clip.list_models(), 'tiny'])}")
     cfg = get_pretrained_cfg(name, pretrained)
     if cfg:
