@@ -26,6 +26,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import tyro
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -225,6 +226,9 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
         size.set(
             title=f"EPIC distance, balanced, against size\n{about}", xlabel="parameters of the image encoder", xscale="log"
         )
+        size.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        size.xaxis.set_major_formatter(EngFormatter(sep=""))
+        size.xaxis.set_minor_formatter(NullFormatter())
     curve.set(title="Precision and recall over the threshold β\n(best reward of each; average precision)", xlabel="recall")
     curve.set(ylabel="precision", xlim=(0, 1.01), ylim=(0, 1.01))
     for axes in (distance, curve, *others):

@@ -425,17 +425,18 @@ def agreement_table(output: Path) -> str:
 def figure4(output: Path) -> str:
     """Kneeling, models of several sizes."""
     found, rows = read(output / "reward_models_kneeling.csv"), []
-    for model in dict.fromkeys(row["model"] for row in found):
+    sizes = {row["model"]: int(row["parameters"]) for row in found}
+    for model in sorted(sizes, key=sizes.get):
         own = [row for row in found if row["model"] == model]
         zero, best = next(row for row in own if row["alpha"] == "0"), best_alpha(own)
-        name = "`tiny`, bundled" if model == "tiny" else Path(model).name.replace("_", " ")
+        name = "width 16 (`tiny`, bundled)" if model == "tiny" else Path(model).name.replace("_", " ")
         size = [f"{int(zero[kind]) / 1e6:.1f} M" for kind in ("parameters", "image_parameters")]
         trained = some(output, f"ladder/{name.replace(' ', '-')}_") if model != "tiny" else some(output, "table1/kneeling_")
-        rows.append([name, *size, interval(zero, "epic"), interval(zero, "epic_balanced")])
+        rows.append([name, *size, f"{float(zero['goal_share']):.2f}", interval(zero, "epic"), interval(zero, "epic_balanced")])
         rows[-1] += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})", f"{float(zero['average_precision']):.3f}"]
         rows[-1] += [", ".join(row["success_rate"] for row in trained) or "not trained", commits([zero, *trained])]
-    head = "model | parameters | of the image encoder | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
-    return markdown(head + " | average precision | success rate after training, a seed each | commit", rows)
+    head = "model | parameters | of the image encoder | goal states | EPIC distance, α = 0 (95 % interval) | with half goal states"
+    return markdown(head + " | with the best α | average precision | success rate after training, a seed each | commit", rows)
 
 
 def printed_table(*names: str) -> Callable[[Path], str]:
