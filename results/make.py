@@ -193,10 +193,15 @@ def call(command: list, **options) -> tuple[int, str | None]:
     return child.returncode, printed
 
 
+def started_file(run_dir: Path) -> Path:
+    """Beside a run's folder: by which options and code it was begun."""
+    return Path(f"{run_dir}.json")  # with_suffix would take the .5_1 of original-0.5_1 for a suffix
+
+
 def store(name: str, run_dir: Path, output: Path) -> dict:
     """A finished run -> its line in CLAIM.csv; writes that, its curves and its strip of frames."""
     script, options = RUNS[name]
-    result, started = (json.loads(path.read_text()) for path in (run_dir / "result.json", run_dir.with_suffix(".json")))
+    result, started = (json.loads(path.read_text()) for path in (run_dir / "result.json", started_file(run_dir)))
     settings = result["settings"]
     events = EventAccumulator(str(run_dir), {"scalars": 0}).Reload()
     tags = ("clip_return", "ground_truth_return", "success_rate")
@@ -653,7 +658,7 @@ def main() -> None:
         if name.startswith("ladder/") and (code := train_ladder(ladder)):
             sys.exit(code)
         run_dir, (script, options) = args.run_dir / name, RUNS[name]
-        started = run_dir.with_suffix(".json")  # by which options and code
+        started = started_file(run_dir)
         if started.is_file() and json.loads(started.read_text())["options"] != options:
             print(f"make.py: error: {run_dir} was trained with other options: remove it", file=sys.stderr)
             sys.exit(2)

@@ -76,7 +76,7 @@ def rows_of(path: Path) -> list[dict]:
 
 def test_runs_are_made_stored_skipped_and_gone_on_with(tmp_path, monkeypatch, capfd):
     short = "--total-timesteps 1200 --num-envs 4 --episode-length 30 --learning-starts 240 --gradient-steps 2 --episodes 3"
-    runs = {f"cartpole/default_{seed}": ("dqn_clip_cartpole", f"{short} --seed {seed}") for seed in (1, 2)}
+    runs = {f"cartpole/default_0.5_{seed}": ("dqn_clip_cartpole", f"{short} --seed {seed}") for seed in (1, 2)}
     monkeypatch.setattr(make, "RUNS", runs | {"cartpole/paper_1": ("dqn_clip_cartpole", "--no-such-flag")})
     calls, call = [], make.call
     monkeypatch.setattr(make, "call", lambda command, **k: calls.append([*map(str, command)]) or call(command, **k))
@@ -90,23 +90,28 @@ def test_runs_are_made_stored_skipped_and_gone_on_with(tmp_path, monkeypatch, ca
         make.main()
         return [command for command in calls if command[0].endswith("cartpole.py")]
 
-    assert len(run("--only", "cartpole/default_1")) == 1
+    assert len(run("--only", "cartpole/default_0.5_1")) == 1
     first = rows_of(tmp_path / "out/cartpole.csv")
-    assert [row["run"] for row in first] == ["cartpole/default_1"] and first[0]["seed"] == "1" and first[0]["episodes"] == "3"
+    assert (
+        [row["run"] for row in first] == ["cartpole/default_0.5_1"] and first[0]["seed"] == "1" and first[0]["episodes"] == "3"
+    )
     assert len(rows_of(tmp_path / "out/curves.csv")) == 10
-    assert Image.open(tmp_path / "out/frames/cartpole/default_1.jpg").width == 960 and (tmp_path / "out/cartpole.png").exists()
+    assert (
+        Image.open(tmp_path / "out/frames/cartpole/default_0.5_1.jpg").width == 960
+        and (tmp_path / "out/cartpole.png").exists()
+    )
     (trained,) = run("--only", "cartpole/default")  # the second seed only
     assert trained[trained.index("--seed") + 1] == "2"
     rows = rows_of(tmp_path / "out/cartpole.csv")
     assert [row["run"] for row in rows] == list(runs) and rows[0]["clip_return"] == first[0]["clip_return"]
 
-    (tmp_path / "runs/cartpole/default_2/result.json").unlink()  # as if it had been killed
+    (tmp_path / "runs/cartpole/default_0.5_2/result.json").unlink()  # as if it had been killed
     (resumed,) = run("--only", "cartpole/default")
-    assert resumed[1:] == ["--resume", str(tmp_path / "runs/cartpole/default_2")]
+    assert resumed[1:] == ["--resume", str(tmp_path / "runs/cartpole/default_0.5_2")]
     assert rows_of(tmp_path / "out/cartpole.csv") == rows and len(rows_of(tmp_path / "out/curves.csv")) == 20
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     assert run("--only", "cartpole/default", "--missing") == [] and run("--only", "none") == []
-    assert len(run("--only", "cartpole/default_1")) == 1  # without its folder it is made again
+    assert len(run("--only", "cartpole/default_0.5_1")) == 1  # without its folder it is made again
     assert f"success rate {rows[0]['success_rate']} (stored before: {rows[0]['success_rate']})" in "".join(capfd.readouterr())
     with pytest.raises(SystemExit) as stopped:
         run("--only", "cartpole/paper")
