@@ -82,6 +82,10 @@ RUNS |= {
     for k, prompt in enumerate(REWORDINGS, 1)
 }
 RUNS |= {f"paper/kneeling_{seed}": (HUMANOID, f"--paper --total-timesteps 256000 --seed {seed}") for seed in (1, 2, 3)}
+RUNS |= {  # what failed within the default steps
+    f"longer/{task}_2": (HUMANOID, f"--task {task} --total-timesteps 512000 --seed 2")
+    for task in ("arms-raised", "doing-splits")
+}
 RUNS |= {
     "contrastive/cartpole_1": (CARTPOLE, "--reward contrastive --seed 1"),
     "contrastive/kneeling_1": (HUMANOID, "--reward contrastive --task kneeling --seed 1"),
@@ -469,6 +473,7 @@ TABLES = {
     "figure3": figure3,
     "prompts": prompts_table,
     "paper": paper_table,
+    "longer": rows_table("longer/"),
     "contrastive": rows_table("contrastive/"),
     "agreement": agreement_table,
     "figure4": figure4,
@@ -486,7 +491,7 @@ RUNS_OF = {  # how the names of a table's own runs begin
     "truth": ("mountaincar/truth_",),
     "alpha": ("mountaincar/original-", "mountaincar/realistic-"),
     "figure4": ("ladder/",),
-} | {name: (f"{name}/",) for name in ("table1", "figure3", "prompts", "paper", "contrastive")}
+} | {name: (f"{name}/",) for name in ("table1", "figure3", "prompts", "paper", "longer", "contrastive")}
 
 
 def still_to_be_made(table: str, output: Path) -> str:
