@@ -1,8 +1,9 @@
 """A CLIP model as a reward function: how well does a frame show what a sentence says?
 
 This is the one module that the scripts share. It implements the reward of "Vision-Language Models are Zero-Shot Reward
-Models for Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921): Eq. 2 and Definition 1; and the one of
-"Vision-Language Models as a Source of Rewards" (Baumli et al., 2023, arXiv 2312.09187), which asks which of several sentences fits.
+Models for Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921): Eq. 2 and Definition 1; the one of
+"Vision-Language Models as a Source of Rewards" (Baumli et al., 2023, arXiv 2312.09187), which asks which of several sentences fits;
+and the `Labeller`, which has many frames scored at once.
 
     reward = CLIPReward("ViT-B-32/openai", ["pole vertically upright on top of the cart"], ["pole and cart"], alpha=0.5)
     reward(frames)  # (N, 3, H, W) uint8 -> (N,) float32
@@ -11,12 +12,15 @@ Models for Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.1292
 import difflib
 import logging
 import os
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from tqdm import tqdm
 
 # open_clip, torchvision and the hub's client are imported where they are used: they take seconds, and --help needs none of them.
 
@@ -24,7 +28,7 @@ TINY = f"local-dir:{Path(__file__).resolve().parent / 'tiny_clip'}"  # the bundl
 ELSEWHERE = "choose another --clip-model, a local file (ViT-B-32//path/to/weights.pt), or the bundled one (tiny)"
 
 
-class RewardModelError(ValueError):
+class UsageError(ValueError):
     """A model, prompt or α that cannot be used; the message is one line for the user."""
 
 
@@ -69,20 +73,18 @@ class CLIPReward(torch.nn.Module):
     """Frames -> rewards: `goal_baseline_reward` or, where there are negative prompts, `contrastive_reward`.
 
     Args:
-        clip_model: `NAME/TAG` (`ViT-B-32/openai`), `NAME//path/to/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
-            (A file of OpenAI's own weights wants the architecture `NAME-quickgelu`; with a tag that goes by itself.)
+        clip_model: `NAME/TAG`, `NAME//path/to/weights.pt` (OpenAI's own: `NAME-quickgelu//…`), `hf-hub:org/name`,
+            `local-dir:PATH`, or `tiny`.
         prompts, baseline_prompts: one text or several; g and b are the means of the texts' unit embeddings, as in the
             paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
+        batch_size: frames encoded at once.
+        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …); rewards are float32 all the same.
         negative_prompts: what else there might be to see, one text or several; with them α and baseline do not count.
         temperature: τ of the contrastive reward (default: the one that the model was trained with, 1 / its logit scale).
         threshold: β of the contrastive reward, in [0, 1]; without it the reward is the probability itself.
-        batch_size: frames encoded at once.
-        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …; the scripts take `native_precision`);
-            rewards are float32 all the same.
 
-    Raises:
-        RewardModelError: for whatever of these the user got wrong. Cheap checks come first; weights are loaded last.
+    Raises UsageError for whatever of these the user got wrong, before the weights are loaded if possible.
     """
 
     def __init__(
@@ -99,50 +101,38 @@ class CLIPReward(torch.nn.Module):
         threshold: float | None = None,
     ):
         import open_clip
-        from open_clip.modified_resnet import ModifiedResNet
 
         super().__init__()
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        baseline_prompts = [baseline_prompts] if isinstance(baseline_prompts, str) else list(baseline_prompts)
-        negative_prompts = [negative_prompts] if isinstance(negative_prompts, str) else list(negative_prompts)
+        prompts, baseline_prompts, negative_prompts = (
+            [texts] if isinstance(texts, str) else list(texts) for texts in (prompts, baseline_prompts, negative_prompts)
+        )
         texts = prompts + baseline_prompts + negative_prompts
-        if not 0 <= alpha <= 1:
-            raise RewardModelError(f"the goal-baseline α must lie between 0 and 1, not {alpha}")
-        if batch_size < 1:
-            raise RewardModelError(f"the CLIP batch size must be at least 1, not {batch_size}")
+        if not 0 <= alpha <= 1 or not 0 <= (threshold or 0) <= 1:
+            raise UsageError(f"α and the threshold must lie between 0 and 1; they are {alpha} and {threshold}")
         if temperature is not None and not temperature > 0:
-            raise RewardModelError(f"the temperature must be above 0, not {temperature}")
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise RewardModelError(f"the threshold β must lie between 0 and 1, not {threshold}")
+            raise UsageError(f"the temperature must be above 0, not {temperature}")
+        if not negative_prompts and not temperature is threshold is None:
+            raise UsageError("temperature and threshold belong to the contrastive reward: give a negative prompt")
         if not prompts or not all(text.strip() for text in texts):
-            raise RewardModelError("a prompt is empty: say in a few words what there is to see")
-        if alpha > 0 and not baseline_prompts and not negative_prompts:
-            raise RewardModelError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
-
+            raise UsageError("a prompt is empty: say in a few words what there is to see")
+        if alpha > 0 and not baseline_prompts + negative_prompts:
+            raise UsageError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
         name, pretrained, quick_gelu = find_clip_model(clip_model)
         logging.disable(logging.ERROR)  # open_clip and the hub log each failure several times: it becomes one line below
         try:
             tokenizer = open_clip.get_tokenizer(name)
             for text in texts:
                 check_length(text, tokenizer)
-            self.model = open_clip.create_model_from_pretrained(
-                name,
-                pretrained,
-                precision=precision,
-                device=device,
-                force_quick_gelu=quick_gelu,
-                return_transform=False,
-            )
-        except RewardModelError:
+            how = {"precision": precision, "device": device, "force_quick_gelu": quick_gelu, "return_transform": False}
+            self.model = open_clip.create_model_from_pretrained(name, pretrained, **how)
+        except UsageError:
             raise
         except Exception as error:  # anything may be wrong with a file or a download, and each library says it its own way
             reason = str(error).strip().split("\n")[0]
-            raise RewardModelError(f"cannot load the CLIP model {clip_model}: {reason[:300]}; {ELSEWHERE}") from error
+            raise UsageError(f"cannot load the CLIP model {clip_model}: {reason[:300]}; {ELSEWHERE}") from error
         finally:
             logging.disable(logging.NOTSET)
         self.model.eval().requires_grad_(False)
-        if isinstance(self.model.visual, ModifiedResNet):
-            fold_batch_norms(self.model.visual)
         self.model.visual.to(memory_format=torch.channels_last)  # convolutional towers run up to twice as fast
         self.alpha, self.threshold = alpha, threshold
         self.batch_size, self.device = batch_size, torch.device(device)
@@ -151,18 +141,14 @@ class CLIPReward(torch.nn.Module):
         cfg = self.model.visual.preprocess_cfg  # the model's own, never constants of ours
         self.size = (cfg["size"],) * 2 if isinstance(cfg["size"], int) else tuple(cfg["size"])  # (height, width)
         self.interpolation = "bicubic" if cfg["interpolation"] == "random" else cfg["interpolation"]
-        mean, std = (torch.tensor(cfg[key], device=device).view(3, 1, 1) * 255 for key in ("mean", "std"))
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
+        self.mean, self.std = (torch.tensor(cfg[key], device=device).view(3, 1, 1) * 255 for key in ("mean", "std"))
 
         goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)
-        baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0) if baseline_prompts else goal
-        if alpha > 0 and not negative_prompts and torch.allclose(goal, baseline, atol=1e-5):
-            raise RewardModelError("goal and baseline prompt mean the same to this model: no line runs through the two")
-        self.register_buffer("goal", goal)  # (D,)
-        self.register_buffer("baseline", baseline)  # (D,)
-        negatives = self.embed_text(tokenizer(negative_prompts).to(device)) if negative_prompts else None
-        self.register_buffer("negatives", negatives)  # (K, D) or None
+        self.goal = goal  # (D,)
+        self.baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0) if baseline_prompts else goal  # (D,)
+        self.negatives = self.embed_text(tokenizer(negative_prompts).to(device)) if negative_prompts else None  # (K, D)
+        if alpha > 0 and not negative_prompts and torch.allclose(goal, self.baseline, atol=1e-5):
+            raise UsageError("goal and baseline prompt mean the same to this model: no line runs through the two")
         self.temperature = temperature or 1 / self.model.logit_scale.exp().item()
 
     @torch.no_grad()
@@ -172,10 +158,7 @@ class CLIPReward(torch.nn.Module):
 
     @torch.no_grad()
     def embed(self, frames: torch.Tensor) -> torch.Tensor:
-        """Frames (N, 3, H, W) uint8 -> unit embeddings (N, D) float32, all in one batch.
-
-        Frames of another size are squashed to the model's input, neither cropped nor padded, as in the paper.
-        """
+        """Frames (N, 3, H, W) uint8, squashed to the model's size if they have another -> unit embeddings (N, D) float32."""
         frames = frames.to(self.device)
         if frames.shape[-2:] != self.size:
             from torchvision.transforms import InterpolationMode
@@ -198,6 +181,98 @@ class CLIPReward(torch.nn.Module):
         return torch.cat(rewards) if rewards else torch.zeros(0, device=self.device)
 
 
+# ---- Many frames at once
+
+THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
+
+
+class Labeller:
+    """States -> labels, batch by batch, on all workers at once; the batches, and so the labels, are the same whoever makes them.
+
+    A worker draws states and scores the frames on one device: `Worker(args, device)` has a `reward_model`, and `label` takes states
+    (N, …) to labels (N, 2), reward and true reward. On a CPU there is one a core, each on one thread, which is faster than PyTorch's
+    own threads; they share the weights. `cuda` without a number is every GPU in sight. `args.ray_workers` more are Ray actors.
+    """
+
+    def __init__(self, Worker: type, args, device: torch.device):
+        torch.set_num_threads(1)
+        every_gpu = device.type == "cuda" and device.index is None
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if every_gpu else [device]
+        workers = [Worker(args, one) for one in devices]
+        if device.type == "cpu":
+            workers += [Worker(args, device, workers[0].reward_model) for _ in range(THREADS - 1)]
+        workers += [RayWorker(Worker, args, device) for _ in range(args.ray_workers)]
+        self.free = SimpleQueue()  # workers with nothing to do
+        for worker in workers:
+            self.free.put(worker)
+        # Threads that play and label; on a CPU one core is left to the thread that learns, and labels when it has learned.
+        threads = max(len(workers) - 1, 1) if device.type == "cpu" else len(workers) + 1
+        self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        self.batch_size, self.rest, self.tasks = args.clip_batch_size, None, []
+        self.batches, self.labels = deque(), []  # those that nobody has begun, each with its place among the labels
+
+    def submit(self, states: torch.Tensor) -> None:
+        """Take in states (N, …); a batch begins when it is full and more come."""
+        states = states if self.rest is None else torch.cat([self.rest, states])
+        *full, self.rest = states.split(self.batch_size)
+        for batch in full:
+            self.begin(batch)
+
+    def begin(self, batch: torch.Tensor) -> None:
+        self.batches.append((len(self.labels), batch))
+        self.labels.append(None)
+        self.tasks.append(self.pool.submit(self.label_next))
+
+    def label_next(self) -> None:
+        """Label the oldest batch that nobody has begun, if there is one, with the next worker that is free."""
+        try:
+            place, states = self.batches.popleft()
+        except IndexError:
+            return
+        worker = self.free.get()
+        try:
+            self.labels[place] = worker.label(states)
+        except ConnectionError as error:  # this worker does not come back: another one takes the batch
+            print(f"a Ray worker is lost, the others go on: {error}")
+            self.batches.appendleft((place, states))
+            return self.label_next()
+        except BaseException:
+            self.free.put(worker)
+            raise
+        self.free.put(worker)
+
+    def result(self, show: str | None = None) -> torch.Tensor:
+        """-> labels (N, 2) of all states since the last result, in their order; `show` names a progress bar."""
+        self.begin(self.rest)
+        for task in tqdm(self.tasks, desc=show, leave=False, disable=not show):
+            self.label_next()  # this thread helps
+            task.result()
+        labels, self.labels, self.tasks, self.rest = self.labels, [], [], None
+        return torch.cat(labels)
+
+
+class RayWorker:
+    """A worker in a process of its own, here or on a machine of the cluster that RAY_ADDRESS names: only states and labels travel."""
+
+    def __init__(self, Worker: type, args, device: torch.device):
+        import ray
+
+        if not ray.is_initialized():
+            code = {"working_dir": str(Path(__file__).parent), "excludes": [".*", "runs", "results", "tests"]}
+            ray.init(runtime_env=code, include_dashboard=False, log_to_driver=False, logging_level="error")
+        self.ray, actor = ray, ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"))(Worker)
+        self.actor = actor.remote(args, torch.device(device.type))
+
+    def label(self, states: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.ray.get(self.actor.label.remote(states.cpu())).to(states.device)
+        except self.ray.exceptions.RayActorError as error:
+            raise ConnectionError(str(error).splitlines()[0]) from None
+
+
+# ---- Loading
+
+
 def native_precision(device: str | torch.device) -> str:
     """`bf16` where a GPU or x86 processor has instructions for it (two to three times as fast where we measured), else `fp32`."""
     if torch.device(device).type == "cuda":
@@ -206,34 +281,16 @@ def native_precision(device: str | torch.device) -> str:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
-def fold_batch_norms(module: torch.nn.Module) -> None:
-    """Put each batch normalization of a ResNet in evaluation mode into the convolution before it: the same result, sooner."""
-    children = list(module.named_children())
-    for (first, conv), (second, norm) in zip(children, children[1:]):
-        if isinstance(norm, torch.nn.BatchNorm2d):
-            setattr(module, first, fuse_conv_bn_eval(conv, norm))
-            setattr(module, second, torch.nn.Identity())
-    for _, child in children:
-        fold_batch_norms(child)
-
-
 def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
-    """What open_clip calls the model: its name, its weights (a tag, a file, or None), and whether it wants QuickGELU.
-
-    Loads nothing; asks the hub, once and briefly, for weights that are not in the cache.
-
-    Raises:
-        RewardModelError: no such model, tag, file or folder, or a hub that does not answer.
-    """
+    """What open_clip calls the model: its name, its weights (a tag, a file, or None), and whether it wants QuickGELU."""
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
 
-    if clip_model == "tiny":
-        clip_model = TINY
+    clip_model = TINY if clip_model == "tiny" else clip_model
     if clip_model.startswith("local-dir:"):
-        folder = Path(clip_model.removeprefix("local-dir:"))
-        if not os.path.isfile(folder / "open_clip_config.json"):
-            raise RewardModelError(f"no CLIP model in {folder}: it holds no open_clip_config.json")
+        folder = clip_model.removeprefix("local-dir:")
+        if not os.path.isfile(f"{folder}/open_clip_config.json"):
+            raise UsageError(f"no CLIP model in {folder}: it holds no open_clip_config.json")
         return clip_model, None, False
     if clip_model.startswith("hf-hub:"):
         check_hub(clip_model, clip_model.removeprefix("hf-hub:"), "")
@@ -241,19 +298,16 @@ def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
     name, _, pretrained = clip_model.partition("/")
     if name not in open_clip.list_models():
         if os.path.isdir(clip_model):
-            raise RewardModelError(f"{clip_model} is a folder; for the model in it write local-dir:{clip_model}")
-        raise RewardModelError(f"unknown CLIP model {name}{nearest(name, [*open_clip.list_models(), 'tiny'])}")
-    cfg = get_pretrained_cfg(name, pretrained)
+            raise UsageError(f"{clip_model} is a folder; for the model in it write local-dir:{clip_model}")
+        raise UsageError(f"unknown CLIP model {name}{nearest(name, [*open_clip.list_models(), 'tiny'])}")
+    cfg, tags = get_pretrained_cfg(name, pretrained), open_clip.list_pretrained_tags_by_model(name)
     if cfg:
         check_hub(clip_model, *os.path.split(cfg["hf_hub"]))
+    elif not pretrained:
+        raise UsageError(f"{name} needs a weights tag or file, as in {name}/{(tags or ['/path/to/weights.pt'])[0]}")
     elif not os.path.isfile(pretrained):
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        if not pretrained:
-            raise RewardModelError(
-                f"{name} needs a weights tag or file, as in {name}/{tags[0] if tags else '/path/to/weights.pt'}"
-            )
         what = "weights file" if "/" in pretrained else "weights tag"
-        raise RewardModelError(f"{name} has no {what} {pretrained}{nearest(pretrained, tags)}")
+        raise UsageError(f"{name} has no {what} {pretrained}{nearest(pretrained, tags)}")
     return name, pretrained, cfg.get("quick_gelu", False)  # OpenAI's weights are wrong with plain GELU
 
 
@@ -272,14 +326,13 @@ def check_hub(clip_model: str, repo: str, file: str) -> None:
     file = file or "open_clip_pytorch_model.bin"  # open_clip takes this or, where there is one, its .safetensors sibling
     files = (file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
     try:
-        if any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
-            return
-        huggingface_hub.HfApi().model_info(repo, timeout=10)
+        if not any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
+            huggingface_hub.HfApi().model_info(repo, timeout=10)
     except (RepositoryNotFoundError, HFValidationError):
-        raise RewardModelError(f"the hub has no model {repo} (or it is private): check {clip_model}") from None
+        raise UsageError(f"the hub has no model {repo} (or it is private): check {clip_model}") from None
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise RewardModelError(f"cannot fetch {clip_model}: no answer from the hub ({reason}); {ELSEWHERE}") from error
+        raise UsageError(f"cannot fetch {clip_model}: no answer from the hub ({reason}); {ELSEWHERE}") from error
 
 
 def check_length(text: str, tokenizer) -> None:
@@ -288,4 +341,4 @@ def check_length(text: str, tokenizer) -> None:
     padding = tokenizer([""], context_length=2 * room)[0, -2]  # (the last place of some models' texts is a class token)
     length, full_length = ((tokenizer([text], context_length=n) != padding).sum() for n in (room, 2 * room))
     if full_length > length:
-        raise RewardModelError(f'too long for this model, which reads {room} tokens; shorten it: "{text}"')
+        raise UsageError(f'too long for this model, which reads {room} tokens; shorten it: "{text}"')
