@@ -220,15 +220,15 @@ def dqn_update(
 
 @torch.no_grad()
 def rollout(
-    policy: QNetwork, epsilon: float, num_envs: int, labeller: Labeller, seed: int, args: Args
+    policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller, seed: int, args: Args
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An episode in each of `num_envs` environments, ε-greedily, on the CPU -> states (T + 1, num_envs, 4), actions (T, num_envs)."""
-    envs, rng = CartPole(num_envs), np.random.default_rng(seed)
+    """An episode in each environment, ε-greedily, on the CPU -> states (T + 1, N, 4), actions (T, N)."""
+    rng = np.random.default_rng(seed)
     obs, _ = envs.reset(seed=seed)
     states, actions = [torch.from_numpy(obs)], []
     for _ in range(args.episode_length):
-        explore = torch.from_numpy(rng.random(num_envs) < epsilon)
-        random_actions = torch.from_numpy(rng.integers(NUM_ACTIONS, size=num_envs))
+        explore = torch.from_numpy(rng.random(envs.num_envs) < epsilon)
+        random_actions = torch.from_numpy(rng.integers(NUM_ACTIONS, size=envs.num_envs))
         actions.append(torch.where(explore, random_actions, policy(states[-1]).argmax(dim=1)))
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
@@ -236,12 +236,11 @@ def rollout(
     return torch.stack(states), torch.stack(actions)
 
 
-def train(args: Args, checkpoint: dict | None) -> None:
-    """The paper's Algorithm 1, in rounds of one episode in every environment. All chance in a round comes from its number."""
-    device = torch.device(args.device)
-    labeller, rb = Labeller(Worker, args, device), ReplayBuffer(args).to(device)
+def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
+    """The paper's Algorithm 1, a round at a time, all chance in a round coming from its number -> steps per second."""
+    device, envs = torch.device(args.device), CartPole(args.num_envs)
     torch.manual_seed(args.seed)
-    q_network = QNetwork().to(device)
+    q_network, rb = QNetwork().to(device), ReplayBuffer(args).to(device)
     target_network = deepcopy(q_network)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     run = Run(
@@ -255,7 +254,7 @@ def train(args: Args, checkpoint: dict | None) -> None:
         # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
         policy = deepcopy(q_network).cpu()
         epsilon = 1.0 if random else max(args.end_e, 1 - run.step / max(args.exploration_fraction * args.total_timesteps, 1))
-        playing = labeller.pool.submit(rollout, policy, epsilon, args.num_envs, labeller, play_seed, args)
+        playing = labeller.pool.submit(rollout, policy, epsilon, envs, labeller, play_seed, args)
 
         # ---- Learn: DQN, on the transitions of the rounds before.
         torch.manual_seed(learn_seed)
@@ -267,13 +266,13 @@ def train(args: Args, checkpoint: dict | None) -> None:
 
         # ---- Label: the frame after each step, drawn and scored with CLIP (Definition 1). Then the round enters the buffer.
         states, actions = playing.result()
-        labels = labeller.result().view(*actions.shape, 2)  # CLIP rewards and true rewards (T, num_envs, 2)
+        labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])
 
         # ---- Report.
         run.report(policy, random, states, labels, losses)
 
-    run.finish(q_network, labeller)
+    return run.finish()
 
 
 # ==== Nothing below belongs to the method: success, evaluation, pictures, files, and checks of the settings.
@@ -291,40 +290,34 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
     return {"success_rate": success_rate, "clip_return": clip_return, "ground_truth_return": ground_truth_return}
 
 
-def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int) -> np.ndarray:
+def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, 4), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
     images = []
     for t in np.linspace(0, len(states) - 1, count).round().astype(int):
         for frame, reward in zip(draw(states[t], 200, 300).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
-            ImageDraw.Draw(image).text(
-                (8, 203), f"step {t + 1}   CLIP reward {reward:.3f}", "white", ImageFont.load_default(14)
-            )
+            text = f"step {t + 1}   CLIP reward {reward:.3f}"
+            ImageDraw.Draw(image).text((8, len(frame) + 3), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
-    return np.stack(images).reshape(count, states.shape[1], 224, 300, 3).swapaxes(0, 1)
+    return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
 
 
-def contact_sheet(states: torch.Tensor, rewards: torch.Tensor) -> np.ndarray:
-    """States (T, N, 4), rewards (T, N) -> a picture (H, W, 3): eight frames of an episode a row."""
-    return np.concatenate(np.concatenate(pictures(states, rewards, 8), axis=1), axis=1)
-
-
-def evaluate(policy: QNetwork, labeller: Labeller, args: Args, path: str, **more: float) -> None:
-    """Play `args.episodes` episodes without exploration, write path.json, .png and .mp4 (three of them), and print."""
+def evaluate(policy: nn.Module, labeller: Labeller, args: Args, path: str, **more: float) -> None:
+    """Play `args.episodes` episodes without exploration; print, and write path.json, .png (frames of four) and .mp4 (three)."""
     seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()  # start states that no training sees
-    states, actions = rollout(policy.cpu(), 0.0, args.episodes, labeller, seed, args)
-    labels = labeller.result(f"score {args.episodes} episodes").view(*actions.shape, 2)
-    result = summary(labels) | more
-    print(f"{'prompt':>20}  {'; '.join(args.prompt)}")
-    for name, value in result.items():
+    states, _ = rollout(policy, 0.0, CartPole(args.episodes), labeller, seed, args)
+    labels = labeller.result(f"score {args.episodes} episodes").view(args.episode_length, args.episodes, 2)
+    metrics = summary(labels) | more
+    for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
-    result |= {"settings": asdict(args), "versions": {name: metadata.version(name) for name in ("torch", "open_clip_torch")}}
-    video = np.concatenate(pictures(states[1:, :3], labels[:, :3, 0], len(labels)))
-    sheet = contact_sheet(states[1:, :4], labels[:, :4, 0])
+    versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
+    result = metrics | {"settings": asdict(args), "versions": versions}
+    video = np.concatenate(pictures(states[1:, :3], labels[:, :3, 0], len(labels), args))
+    rows = np.concatenate(pictures(states[1:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=50))
-    save(f"{path}.png", iio.imwrite("<bytes>", sheet, extension=".png"))
+    save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(rows, axis=1), extension=".png"))
     save(f"{path}.json", json.dumps(result, indent=2).encode())
-    print(f"{'written to':>20}  {path}.json, .mp4, .png")
+    print(f"written to {path}.json, .png, .mp4")
 
 
 def save(path: str, content: bytes | dict) -> None:
@@ -368,7 +361,7 @@ class Run:
         content = {"settings": asdict(self.args), "progress": (self.step, self.best_return, self.seconds)}
         save(f"{self.args.run_dir}/{name}", content | {name: part.state_dict() for name, part in parts.items()})
 
-    def report(self, policy: QNetwork, random: bool, states: torch.Tensor, labels: torch.Tensor, losses: dict) -> None:
+    def report(self, policy: nn.Module, random: bool, states: torch.Tensor, labels: torch.Tensor, losses: dict) -> None:
         """The end of a round: curves, progress bar, best policy and, when it is time, a picture and a checkpoint."""
         args, before = self.args, self.step
         self.step += args.num_envs * args.episode_length
@@ -379,19 +372,19 @@ class Run:
         if random or earned > self.best_return:  # a policy that has not acted is better than none
             self.best_return = -math.inf if random else earned
             self.save("best.pt", policy=policy)
-        charts = {f"charts/{name}": value for name, value in values.items()}
-        charts["charts/SPS"] = (self.step - before) / seconds
-        for name, value in (charts | losses).items():
+        scalars = {f"charts/{name}": value for name, value in values.items()} | losses
+        for name, value in (scalars | {"charts/SPS": (self.step - before) / seconds}).items():
             self.writer.add_scalar(name, value, self.step)
         self.bar.update(min(self.step, args.total_timesteps) - self.bar.n)
         self.bar.set_postfix(clip_return=f"{values['clip_return']:.1f}", success=f"{values['success_rate']:.2f}")
         if before == 0 or before // args.checkpoint_every < self.step // args.checkpoint_every:
-            self.writer.add_image("frames", contact_sheet(states[1:, :1], labels[:, :1, 0]), self.step, dataformats="HWC")
+            frames = pictures(states[1:, :1], labels[:, :1, 0], 8, args)[0]
+            self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
             self.writer.flush()
             self.save("checkpoint.pt", **self.parts)
 
-    def finish(self, policy: QNetwork, labeller: Labeller) -> None:
-        """After the loop: save and, unless it was stopped, evaluate the best policy."""
+    def finish(self) -> float:
+        """After the loop: save, and end here if it was stopped -> steps per second."""
         self.bar.close()
         self.writer.close()
         self.save("checkpoint.pt", **self.parts)
@@ -400,8 +393,7 @@ class Run:
             sys.exit(128 + self.stopped)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
-        policy.load_state_dict(torch.load(f"{self.args.run_dir}/best.pt", weights_only=True)["policy"])
-        evaluate(policy, labeller, self.args, f"{self.args.run_dir}/result", steps_per_second=self.step / self.seconds)
+        return self.step / self.seconds
 
 
 def read_settings() -> tuple[Args, dict | None]:
@@ -442,15 +434,14 @@ def read_settings() -> tuple[Args, dict | None]:
 def main() -> None:
     args, checkpoint = read_settings()
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
+    labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
-    print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir} (tensorboard --logdir {args.run_dir})")
-    if not args.evaluate:
-        return train(args, checkpoint)
+    print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir}")
+    speed = {} if args.evaluate else {"steps_per_second": train(args, checkpoint, labeller)}
+    path = args.evaluate or f"{args.run_dir}/best.pt"
     policy = QNetwork()
-    policy.load_state_dict(checkpoint["policy"])
-    evaluate(
-        policy, Labeller(Worker, args, torch.device(args.device)), args, f"{args.evaluate.removesuffix('.pt')}_evaluation"
-    )
+    policy.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["policy"])
+    evaluate(policy, labeller, args, f"{path[:-3]}_evaluation" if args.evaluate else f"{args.run_dir}/result", **speed)
 
 
 if __name__ == "__main__":

@@ -412,10 +412,9 @@ def rollout(
     return torch.stack(states), torch.stack(actions)
 
 
-def train(args: Args, checkpoint: dict | None) -> None:
-    """The paper's Algorithm 1, in rounds of one episode in every environment. All chance in a round comes from its number."""
-    device = torch.device(args.device)
-    labeller, envs = Labeller(Worker, args, device), make_envs(args.num_envs, args)
+def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
+    """The paper's Algorithm 1, a round at a time, all chance in a round coming from its number -> steps per second."""
+    device, envs = torch.device(args.device), make_envs(args.num_envs, args)
     state_size = envs.single_observation_space.shape[0]
     torch.manual_seed(args.seed)
     sac, rb = SAC(state_size, args).to(device), ReplayBuffer(state_size, args).to(device)
@@ -451,7 +450,7 @@ def train(args: Args, checkpoint: dict | None) -> None:
         # ---- Report.
         run.report(policy, random, states, labels, losses)
 
-    run.finish(sac.policy, labeller)
+    return run.finish()
 
 
 # ==== Nothing below belongs to the method: success, evaluation, pictures, files, and checks of the settings.
@@ -572,41 +571,32 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
-    images, size = [], 240
-    scene = Scene(size, size, args.textures, args.camera, 2, states.shape[1], torch.device("cpu"))
+    images, scene = [], Scene(240, 240, args.textures, args.camera, 2, states.shape[1], torch.device("cpu"))
     for t in tqdm(np.linspace(0, len(states) - 1, count).round().astype(int), desc="draw", leave=False, disable=count < 9):
         for frame, reward in zip(scene.draw(states[t, :, :POSE_SIZE])[0].permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
-            ImageDraw.Draw(image).text((8, size + 3), text, "white", ImageFont.load_default(14))
+            ImageDraw.Draw(image).text((8, len(frame) + 3), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
 
 
-def contact_sheet(states: torch.Tensor, rewards: torch.Tensor, args: Args) -> np.ndarray:
-    """States (T, N, S), rewards (T, N) -> a picture (H, W, 3): eight frames of an episode a row."""
-    return np.concatenate(np.concatenate(pictures(states, rewards, 8, args), axis=1), axis=1)
-
-
 def evaluate(policy: nn.Module, labeller: Labeller, args: Args, path: str, **more: float) -> None:
-    """Play `args.episodes` episodes without exploration, write path.json, .png and .mp4 (three of them), and print."""
+    """Play `args.episodes` episodes without exploration; print, and write path.json, .png (frames of four) and .mp4 (three)."""
     seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()  # start states that no training sees
-    states, actions = rollout(policy.cpu(), 0.0, make_envs(args.episodes, args), labeller, seed, args)
-    labels = labeller.result(f"score {args.episodes} episodes").view(*actions.shape[:2], 2)
-    result = summary(labels) | more
-    print(f"{'prompt':>20}  {'; '.join(args.prompt)}")
-    for name, value in result.items():
+    states, _ = rollout(policy, 0.0, make_envs(args.episodes, args), labeller, seed, args)
+    labels = labeller.result(f"score {args.episodes} episodes").view(args.episode_length, args.episodes, 2)
+    metrics = summary(labels) | more
+    for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
-    result |= {
-        "settings": asdict(args),
-        "versions": {name: metadata.version(name) for name in ("torch", "open_clip_torch", "mujoco", "mujoco_warp")},
-    }
+    versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium", "mujoco", "mujoco_warp")}
+    result = metrics | {"settings": asdict(args), "versions": versions}
     video = np.concatenate(pictures(states[1:, :3], labels[:, :3, 0], len(labels), args))
-    sheet = contact_sheet(states[1:, :4], labels[:, :4, 0], args)
+    rows = np.concatenate(pictures(states[1:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=30))
-    save(f"{path}.png", iio.imwrite("<bytes>", sheet, extension=".png"))
+    save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(rows, axis=1), extension=".png"))
     save(f"{path}.json", json.dumps(result, indent=2).encode())
-    print(f"{'written to':>20}  {path}.json, .mp4, .png")
+    print(f"written to {path}.json, .png, .mp4")
 
 
 def save(path: str, content: bytes | dict) -> None:
@@ -657,24 +647,23 @@ class Run:
         seconds, self.started = time.perf_counter() - self.started, time.perf_counter()
         self.seconds += seconds
         values = summary(labels)
-        if random or values["clip_return"] > self.best_return:  # a policy that has not acted is better than none
-            self.best_return = -math.inf if random else values["clip_return"]
+        earned = values["clip_return"]
+        if random or earned > self.best_return:  # a policy that has not acted is better than none
+            self.best_return = -math.inf if random else earned
             self.save("best.pt", policy=policy)
-        charts = {f"charts/{name}": value for name, value in values.items()}
-        charts["charts/SPS"] = (self.step - before) / seconds
-        for name, value in (charts | losses).items():
+        scalars = {f"charts/{name}": value for name, value in values.items()} | losses
+        for name, value in (scalars | {"charts/SPS": (self.step - before) / seconds}).items():
             self.writer.add_scalar(name, value, self.step)
         self.bar.update(min(self.step, args.total_timesteps) - self.bar.n)
         self.bar.set_postfix(clip_return=f"{values['clip_return']:.1f}", success=f"{values['success_rate']:.2f}")
         if before == 0 or before // args.checkpoint_every < self.step // args.checkpoint_every:
-            self.writer.add_image(
-                "frames", contact_sheet(states[1:, :1], labels[:, :1, 0], args), self.step, dataformats="HWC"
-            )
+            frames = pictures(states[1:, :1], labels[:, :1, 0], 8, args)[0]
+            self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
             self.writer.flush()
             self.save("checkpoint.pt", **self.parts)
 
-    def finish(self, policy: nn.Module, labeller: Labeller) -> None:
-        """After the loop: save and, unless it was stopped, evaluate the best policy."""
+    def finish(self) -> float:
+        """After the loop: save, and end here if it was stopped -> steps per second."""
         self.bar.close()
         self.writer.close()
         self.save("checkpoint.pt", **self.parts)
@@ -683,8 +672,7 @@ class Run:
             sys.exit(128 + self.stopped)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
-        policy.load_state_dict(torch.load(f"{self.args.run_dir}/best.pt", weights_only=True)["policy"])
-        evaluate(policy, labeller, self.args, f"{self.args.run_dir}/result", steps_per_second=self.step / self.seconds)
+        return self.step / self.seconds
 
 
 def read_settings() -> tuple[Args, dict | None]:
@@ -731,17 +719,14 @@ def read_settings() -> tuple[Args, dict | None]:
 def main() -> None:
     args, checkpoint = read_settings()
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
+    labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
-    print(
-        f"prompt {'; '.join(args.prompt)}; success is measured as {args.task}; run folder {args.run_dir} (tensorboard --logdir {args.run_dir})"
-    )
-    if not args.evaluate:
-        return train(args, checkpoint)
+    print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir}; success is measured as {args.task}")
+    speed = {} if args.evaluate else {"steps_per_second": train(args, checkpoint, labeller)}
+    path = args.evaluate or f"{args.run_dir}/best.pt"
     policy = SAC(make_envs(1, args).single_observation_space.shape[0], args).policy
-    policy.load_state_dict(checkpoint["policy"])
-    evaluate(
-        policy, Labeller(Worker, args, torch.device(args.device)), args, f"{args.evaluate.removesuffix('.pt')}_evaluation"
-    )
+    policy.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["policy"])
+    evaluate(policy, labeller, args, f"{path[:-3]}_evaluation" if args.evaluate else f"{args.run_dir}/result", **speed)
 
 
 if __name__ == "__main__":
