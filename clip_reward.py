@@ -78,11 +78,9 @@ class CLIPReward(torch.nn.Module):
         prompts, baseline_prompts: one text or several; g and b are the means of the texts' unit embeddings, as in the
             paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
-        batch_size: frames encoded at once.
-        precision: open_clip's name for what the encoder computes in (`fp32`, `bf16`, …); rewards are float32 all the same.
+        batch_size, precision: frames encoded at once, in what (`fp32`, `bf16`); rewards are float32 all the same.
         negative_prompts: what else there might be to see, one text or several; with them α and baseline do not count.
-        temperature: τ of the contrastive reward (default: the one that the model was trained with, 1 / its logit scale).
-        threshold: β of the contrastive reward, in [0, 1]; without it the reward is the probability itself.
+        temperature, threshold: τ (default: the one that the model was trained with, 1 / its logit scale) and β.
 
     Raises UsageError for whatever of these the user got wrong, before the weights are loaded if possible.
     """
@@ -161,10 +159,9 @@ class CLIPReward(torch.nn.Module):
         """Frames (N, 3, H, W) uint8, squashed to the model's size if they have another -> unit embeddings (N, D) float32."""
         frames = frames.to(self.device)
         if frames.shape[-2:] != self.size:
-            from torchvision.transforms import InterpolationMode
-            from torchvision.transforms.functional import resize
+            from torchvision.transforms import InterpolationMode, functional
 
-            frames = resize(frames, self.size, InterpolationMode(self.interpolation), antialias=True)
+            frames = functional.resize(frames, self.size, InterpolationMode(self.interpolation), antialias=True)
         pixels = (frames.float() - self.mean) / self.std
         pixels = pixels.to(self.input_dtype, memory_format=torch.channels_last)
         return F.normalize(self.model.encode_image(pixels).float(), dim=-1)
@@ -196,9 +193,8 @@ class Labeller:
 
     def __init__(self, Worker: type, args, device: torch.device):
         torch.set_num_threads(1)
-        every_gpu = device.type == "cuda" and device.index is None
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if every_gpu else [device]
-        workers = [Worker(args, one) for one in devices]
+        gpus = range(torch.cuda.device_count()) if device.type == "cuda" and device.index is None else ()
+        workers = [Worker(args, torch.device("cuda", i)) for i in gpus] or [Worker(args, device)]
         if device.type == "cpu":
             workers += [Worker(args, device, workers[0].reward_model) for _ in range(THREADS - 1)]
         workers += [RayWorker(Worker, args, device) for _ in range(args.ray_workers)]
@@ -208,33 +204,29 @@ class Labeller:
         # Threads that play and label; on a CPU one core is left to the thread that learns, and labels when it has learned.
         threads = max(len(workers) - 1, 1) if device.type == "cpu" else len(workers) + 1
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        self.batch_size, self.rest, self.tasks = args.clip_batch_size, None, []
-        self.batches, self.labels = deque(), []  # those that nobody has begun, each with its place among the labels
+        self.batch_size, self.rest = args.clip_batch_size, None
+        self.batches, self.tasks, self.labels = deque(), [], {}  # batches that nobody has begun, with their numbers
 
-    def submit(self, states: torch.Tensor) -> None:
-        """Take in states (N, …); a batch begins when it is full and more come."""
+    def submit(self, states: torch.Tensor, last: bool = False) -> None:
+        """Take in states (N, …); a batch begins when it is full and more come, or when these are the last."""
         states = states if self.rest is None else torch.cat([self.rest, states])
         *full, self.rest = states.split(self.batch_size)
-        for batch in full:
-            self.begin(batch)
-
-    def begin(self, batch: torch.Tensor) -> None:
-        self.batches.append((len(self.labels), batch))
-        self.labels.append(None)
-        self.tasks.append(self.pool.submit(self.label_next))
+        for batch in [*full, self.rest] if last else full:
+            self.batches.append((len(self.tasks), batch))
+            self.tasks.append(self.pool.submit(self.label_next))
 
     def label_next(self) -> None:
         """Label the oldest batch that nobody has begun, if there is one, with the next worker that is free."""
         try:
-            place, states = self.batches.popleft()
-        except IndexError:
+            number, states = self.batches.popleft()
+        except IndexError:  # each has been begun by a thread
             return
         worker = self.free.get()
         try:
-            self.labels[place] = worker.label(states)
+            self.labels[number] = worker.label(states)
         except ConnectionError as error:  # this worker does not come back: another one takes the batch
             print(f"a Ray worker is lost, the others go on: {error}")
-            self.batches.appendleft((place, states))
+            self.batches.appendleft((number, states))
             return self.label_next()
         except BaseException:
             self.free.put(worker)
@@ -243,11 +235,12 @@ class Labeller:
 
     def result(self, show: str | None = None) -> torch.Tensor:
         """-> labels (N, 2) of all states since the last result, in their order; `show` names a progress bar."""
-        self.begin(self.rest)
+        self.submit(self.rest[:0], last=True)
         for task in tqdm(self.tasks, desc=show, leave=False, disable=not show):
             self.label_next()  # this thread helps
             task.result()
-        labels, self.labels, self.tasks, self.rest = self.labels, [], [], None
+        labels = [self.labels[number] for number in range(len(self.tasks))]
+        self.rest, self.tasks, self.labels = None, [], {}
         return torch.cat(labels)
 
 
@@ -306,15 +299,13 @@ def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
     elif not pretrained:
         raise UsageError(f"{name} needs a weights tag or file, as in {name}/{(tags or ['/path/to/weights.pt'])[0]}")
     elif not os.path.isfile(pretrained):
-        what = "weights file" if "/" in pretrained else "weights tag"
-        raise UsageError(f"{name} has no {what} {pretrained}{nearest(pretrained, tags)}")
+        raise UsageError(f"{name} has no weights file or tag {pretrained}{nearest(pretrained, tags)}")
     return name, pretrained, cfg.get("quick_gelu", False)  # OpenAI's weights are wrong with plain GELU
 
 
 def nearest(name: str, known: list[str]) -> str:
     """The end of an error line: `; did you mean A, B or C?`"""
-    lower = {other.lower(): other for other in known}
-    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.3)] or known[:3]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
     return f"; did you mean {' or '.join(close)}?" if close else "; give a path to a weights file"
 
 
@@ -326,7 +317,7 @@ def check_hub(clip_model: str, repo: str, file: str) -> None:
     file = file or "open_clip_pytorch_model.bin"  # open_clip takes this or, where there is one, its .safetensors sibling
     files = (file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
     try:
-        if not any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
+        if not any(isinstance(huggingface_hub.try_to_load_from_cache(repo, name), str) for name in files):
             huggingface_hub.HfApi().model_info(repo, timeout=10)
     except (RepositoryNotFoundError, HFValidationError):
         raise UsageError(f"the hub has no model {repo} (or it is private): check {clip_model}") from None

@@ -376,7 +376,7 @@ class Run:
         for name, value in (scalars | {"charts/SPS": (self.step - before) / seconds}).items():
             self.writer.add_scalar(name, value, self.step)
         self.bar.update(min(self.step, args.total_timesteps) - self.bar.n)
-        self.bar.set_postfix(clip_return=f"{values['clip_return']:.1f}", success=f"{values['success_rate']:.2f}")
+        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
         if before == 0 or before // args.checkpoint_every < self.step // args.checkpoint_every:
             frames = pictures(states[1:, :1], labels[:, :1, 0], 8, args)[0]
             self.writer.add_images("frames", frames, self.step, dataformats="NHWC")

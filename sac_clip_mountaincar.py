@@ -95,9 +95,8 @@ STATE_SIZE, ACTION_SIZE = 2, 1  # the state is what is observed
 class MountainCar:
     """`num_envs` cars with the dynamics of Gymnasium's MountainCarContinuous-v0, which has no vectorized form, in float64.
 
-    A state is (position x, its speed, both in the environment's own units); the bottom of the valley is at x = -π/6, the goal at
-    x ≥ 0.45. As in the paper, no episode ends early, because that would tell the agent what the task is, and the goal is absorbing:
-    a car that has reached it stays there. Nothing resets itself: call `reset`.
+    A state is (position x, its speed); the bottom of the valley is at x = -π/6, the goal at x ≥ 0.45. As in the paper, no episode
+    ends early, because that would tell what the task is, and the goal is absorbing: a car that has reached it stays there.
     """
 
     def __init__(self, num_envs: int):
@@ -122,7 +121,6 @@ class MountainCar:
 
 
 # ---- Drawing and labelling
-
 
 SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400  # of Gymnasium's frame, in whose pixels the scene is described
 SCALE = SCREEN_WIDTH / (X_MAX - X_MIN)  # these pixels per unit of x and of height
@@ -165,11 +163,9 @@ def paint_background(textures: str, detail: int = 3) -> Image.Image:
         pen.polygon([at(*flag, up=50), at(*flag, up=40), at(*flag, 25, 45)], (204, 204, 0))
         return image
     for row in range(height):  # the sky, paler towards the horizon
-        share = row / height
-        pen.line([(0, row), (width, row)], (int(60 + 130 * share), int(126 + 94 * share), int(206 + 40 * share)))
+        pen.line([(0, row), (width, row)], (60 + 130 * row // height, 126 + 94 * row // height, 206 + 40 * row // height))
     for color, low, high in (((128, 148, 184), 0.55, 0.9), ((78, 108, 112), 0.35, 0.65)):  # two ranges far away
-        peaks = [at(X_MIN + 0.15 * k, high if k % 2 else low) for k in range(13)]
-        pen.polygon([(0, height), *peaks, (width, height)], color)
+        pen.polygon([(0, height), *(at(X_MIN + 0.15 * k, (low, high)[k % 2]) for k in range(13)), (width, height)], color)
     pen.polygon([(0, height), *(at(*place) for place in hills), (width, height)], (92, 80, 72))  # rock ...
     pen.line([at(*place, up=-8) for place in hills], (74, 125, 50), 16 * detail, "curve")  # ... under grass and, above, snow
     pen.line([at(*place, up=-10) for place in hills if place[1] > 0.85], (235, 240, 250), 22 * detail, "curve")
@@ -189,18 +185,10 @@ class Scene:
     def draw(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 2) -> frames (N, 3, height, width) uint8; only a window around the car, the same size for all, is computed."""
         x = states[:, 0, None, None].to(self.device)  # (N, 1, 1)
-        if self.textures == "original":
-            y, lean = ground(x), (3 * x).cos()  # Gymnasium's
-        else:  # both wheels on the ground, whose slope is 1.35 cos 3x
-            wheel = 24 / SCALE / (1 + (1.35 * (3 * x).cos()).square()).sqrt()
-            back, front = ground(x - wheel), ground(x + wheel)
-            y, lean = (back + front) / 2, torch.atan2(front - back, 2 * wheel)
-        x, y, sin, cos = SCALE * (x - X_MIN), SCREEN_HEIGHT - SCALE * y, lean.sin(), lean.cos()  # from the upper left corner
+        y, sin, cos = SCREEN_HEIGHT - SCALE * ground(x), (3 * x).cos().sin(), (3 * x).cos().cos()  # it leans as in Gymnasium
+        x = SCALE * (x - X_MIN)  # the car's middle, from the upper left corner: x, y
         pixel_x, pixel_y = SCREEN_WIDTH / self.width, SCREEN_HEIGHT / self.height
-        columns, rows = (
-            min(self.width, int(96 / pixel_x) + 2),
-            min(self.height, int(96 / pixel_y) + 2),
-        )  # the car's radius is 48
+        columns, rows = min(self.width, int(96 / pixel_x) + 2), min(self.height, int(96 / pixel_y) + 2)  # its radius is 48
         left = (x / pixel_x - columns / 2).round().long().clamp(0, self.width - columns)
         top = (y / pixel_y - rows / 2).round().long().clamp(0, self.height - rows)
         column = left + torch.arange(columns, device=self.device)  # (N, 1, columns)
@@ -522,7 +510,7 @@ class Run:
         for name, value in (scalars | {"charts/SPS": (self.step - before) / seconds}).items():
             self.writer.add_scalar(name, value, self.step)
         self.bar.update(min(self.step, args.total_timesteps) - self.bar.n)
-        self.bar.set_postfix(clip_return=f"{values['clip_return']:.1f}", success=f"{values['success_rate']:.2f}")
+        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
         if before == 0 or before // args.checkpoint_every < self.step // args.checkpoint_every:
             frames = pictures(states[1:, :1], labels[:, :1, 0], 8, args)[0]
             self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
