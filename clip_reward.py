@@ -251,7 +251,7 @@ class RayWorker:
         import ray
 
         if not ray.is_initialized():
-            code = {"working_dir": str(Path(__file__).parent), "excludes": [".*", "runs", "results", "tests"]}
+            code = {"working_dir": str(Path(__file__).parent), "excludes": [".?*", "runs", "results", "tests"]}
             ray.init(runtime_env=code, include_dashboard=False, log_to_driver=False, logging_level="error")
         self.ray, actor = ray, ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"))(Worker)
         self.actor = actor.remote(args, torch.device(device.type))

@@ -101,10 +101,11 @@ MAX_CTRL = 0.4  # of the motors
 def make_envs(num_envs: int, args: Args) -> gymnasium.vector.VectorEnv:
     """Gymnasium's Humanoid-v5, many side by side; no episode ends early, as in the paper: that would tell what the task is.
 
-    A state is MuJoCo's qpos, the pose (position in m and quaternion of the torso, 17 joint angles in rad), and qvel, the 23 speeds;
-    with --paper all that Gymnasium can observe. The agent sees the state but for its first two numbers, the place on the floor.
+    A state is MuJoCo's qpos, the pose (position in m and quaternion of the torso, 17 joint angles in rad), qvel, the 23 speeds, and
+    cinert, the inertia of its 13 bodies as seen from the centre of mass, which tells where the limbs are; with --paper all that
+    Gymnasium can observe. The agent sees the state but for its first two numbers, the place on the floor.
     """
-    names = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    names = ("cvel", "qfrc_actuator", "cfrc_ext")
     observed = {f"include_{name}_in_observation": args.paper for name in names}
     return gymnasium.make_vec(
         "Humanoid-v5", num_envs, vectorization_mode="sync", max_episode_steps=args.episode_length,

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny_clip")]
 
 Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
+SCRIPT_WITH = {"end_e": "dqn_clip_cartpole", "noise_correlation": "sac_clip_mountaincar", "camera": "sac_clip_humanoid"}  # a setting
 LOOK = ("textures", "camera", "supersample")  # settings that change the frames
 
 
@@ -62,12 +63,15 @@ def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
             raise DatasetError(f"{run_dir} is no run folder: it holds no checkpoint.pt")
         try:
             checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-            buffers = [process["rb"] for process in (checkpoint, *checkpoint.get("others", ()))]
-            states += [rb["states"] if "states" in rb else rb["next_obs"] for rb in buffers]
+            script = next(script for setting, script in SCRIPT_WITH.items() if setting in checkpoint["settings"])
+            _, steps, num_envs = checkpoint["rb"]["rewards"].shape
+            played = checkpoint["progress"][0] // (steps * num_envs)  # rounds; those beyond are still empty
+            # What each step led to; of the humanoid's numbers those that say what there is to see.
+            states.append(checkpoint["rb"]["states"][:played, 1:, :, :24].flatten(0, 2))
         except Exception:  # whatever the file holds instead
             raise DatasetError(f"{run_dir / 'checkpoint.pt'} is no checkpoint of these scripts") from None
         keep = ("prompt", "baseline_prompt", "task", *LOOK)
-        settings.append({"script": checkpoint["script"]} | {k: checkpoint["settings"].get(k) for k in keep})
+        settings.append({"script": script} | {k: checkpoint["settings"].get(k) for k in keep})
         different = [name for name, value in settings[-1].items() if value != settings[0][name]]
         if different:
             raise DatasetError(f"{run_dir} differs from {run_dirs[0]} in {', '.join(different)}: one dataset, one task")
@@ -111,14 +115,17 @@ def label(states: torch.Tensor, settings: dict) -> torch.Tensor | None:
     return torch.cat([holds(scene.draw(chunk)[1]) for chunk in tqdm(states.split(8192), desc="label", leave=False)])
 
 
-def drawer(settings: dict) -> Callable[[torch.Tensor], torch.Tensor]:
-    """-> a function from states (N, …) to frames (N, 3, height, width) uint8, larger than most models see them."""
+def drawer(
+    settings: dict, height: int, width: int, batch_size: int, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """-> a function from states (N, …) to frames (N, 3, height, width) uint8."""
     module = importlib.import_module(settings["script"])
     if settings["script"] == "sac_clip_humanoid":
-        scene = module.Scene(240, 240, *(settings[name] for name in LOOK), 64, torch.device("cpu"))
+        scene = module.Scene(height, width, *(settings[name] for name in LOOK), batch_size, device)
         return lambda states: scene.draw(states)[0]
-    look = (settings["textures"],) if settings["textures"] else ()
-    return lambda states: module.draw(states, 200, 300, *look)
+    if settings["script"] == "sac_clip_mountaincar":
+        return module.Scene(height, width, settings["textures"], device).draw
+    return lambda states: module.draw(states.to(device), height, width)
 
 
 def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
@@ -189,7 +196,8 @@ def main() -> None:
             writer.writerow(("frame", "label", "human_label"))
             values = [""] * len(states) if labels is None else labels.int().tolist()
             writer.writerows((picture(i), value, "") for i, value in enumerate(values))
-        progress, draw = tqdm(total=len(states), desc="draw", unit="frame"), drawer(settings)
+        size = (240, 240) if settings["script"] == "sac_clip_humanoid" else (200, 300)  # larger than most models see them
+        progress, draw = tqdm(total=len(states), desc="draw", unit="frame"), drawer(settings, *size, 64, torch.device("cpu"))
         for chunk in torch.arange(len(states)).split(64):
             for i, frame in zip(chunk.tolist(), draw(states[chunk]).permute(0, 2, 3, 1).numpy()):
                 Image.fromarray(frame).save(folder / picture(i))

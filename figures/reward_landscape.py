@@ -21,7 +21,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dqn_clip_cartpole  # noqa: E402
 import sac_clip_mountaincar  # noqa: E402
-from clip_reward import CLIPReward, RewardModelError  # noqa: E402
+from clip_reward import CLIPReward, UsageError  # noqa: E402
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -51,7 +51,7 @@ def pole(degrees: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 def car(x: torch.Tensor, height: int, width: int, textures: str) -> torch.Tensor:
     """Places (N,) -> frames (N, 3, height, width)."""
-    return sac_clip_mountaincar.draw(torch.stack([x, 0 * x], dim=1), height, width, textures)
+    return sac_clip_mountaincar.Scene(height, width, textures, x.device).draw(torch.stack([x, 0 * x], dim=1))
 
 
 # name: script with the prompts, drawing function, name of the axis, its ends, where the goal begins and ends, sample frames
@@ -67,11 +67,11 @@ def main() -> None:
     args = tyro.cli(Args)
     folder = args.output.absolute().parent
     if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-        raise RewardModelError(f"cannot write to {args.output}: {folder} is not a folder that can be written to")
+        raise UsageError(f"cannot write to {args.output}: {folder} is not a folder that can be written to")
     if args.output.suffix != ".png":
-        raise RewardModelError(f"--output must end in .png, not {args.output}")
+        raise UsageError(f"--output must end in .png, not {args.output}")
     if args.points < 2:
-        raise RewardModelError(f"--points must be at least 2, not {args.points}")
+        raise UsageError(f"--points must be at least 2, not {args.points}")
 
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
     axes = figure.subplots(2, len(PANELS), height_ratios=[3.2, 1], sharex="col")
@@ -126,7 +126,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except RewardModelError as error:
+    except UsageError as error:
         print(f"reward_landscape.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

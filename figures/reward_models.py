@@ -9,15 +9,14 @@ frames that the reward gets wrong. Embeddings are computed once a model and kept
 """
 
 import csv
-import importlib
 import math
 import os
 import re
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import matplotlib
@@ -30,12 +29,13 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-from dataset import LOOK, DatasetError, load, picture  # noqa: E402
+from dataset import DatasetError, drawer, load, picture  # noqa: E402
 
 from clip_reward import (  # noqa: E402
     TINY,
     CLIPReward,
-    RewardModelError,
+    Labeller,
+    UsageError,
     contrastive_reward,
     goal_baseline_reward,
     native_precision,
@@ -115,6 +115,18 @@ def average_precision(reward: torch.Tensor, label: torch.Tensor) -> float:
 # ---- Embeddings
 
 
+class Worker:
+    """Draws states as the environment's script does, and embeds the frames: what it makes takes the place of the `Labeller`'s labels."""
+
+    def __init__(self, args: SimpleNamespace, device: torch.device, reward_model: CLIPReward | None = None):
+        self.reward_model = args.reward_model
+        self.draw = drawer(args.settings, *self.reward_model.size, args.clip_batch_size, device)
+
+    @torch.no_grad()
+    def label(self, states: torch.Tensor) -> torch.Tensor:
+        return self.reward_model.embed(self.draw(states)).cpu()
+
+
 def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
     """Embeddings of a model, from the dataset's folder as far as they are there.
 
@@ -142,19 +154,15 @@ def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
     kept["texts"] |= dict(zip(texts, reward_model.negatives.cpu()))
     if "frames" not in kept:
         settings, states, _, _ = load(args.dataset)
-        script = importlib.import_module(settings["script"])
-        look = {name: settings[name] for name in LOOK if settings[name] is not None}
-        reward_model.reward = lambda embeddings: embeddings  # the script's own labelling, with embeddings in place of rewards
+        how = SimpleNamespace(settings=settings, reward_model=reward_model, clip_batch_size=args.clip_batch_size, ray_workers=0)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in the scripts
-        pool = ThreadPoolExecutor(max(threads - 1, 1), initializer=torch.set_num_threads, initargs=(1,))
+        labeller = Labeller(Worker, how, reward_model.goal.device)  # one GPU: that which has the model
         try:
-            labeller = script.Labeller(reward_model, script.Args(clip_batch_size=args.clip_batch_size, **look), pool)
-            labeller.submit(states.to(args.device) if settings["script"] != "sac_clip_humanoid" else states)
-            kept["frames"] = labeller.result(f"embed with {clip_model}")[0].cpu()
+            labeller.submit(states)
+            kept["frames"] = labeller.result(f"embed with {clip_model}")
         finally:
-            pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+            labeller.pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(threads)  # the labeller has set it to one
         kept["temperature"] = reward_model.temperature
         kept["parameters"] = sum(p.numel() for p in reward_model.model.parameters())
         kept["image_parameters"] = sum(p.numel() for p in reward_model.model.visual.parameters())
@@ -313,7 +321,7 @@ def main() -> None:
     for clip_model in tqdm(args.clip_model, desc="judge", unit="model", disable=len(args.clip_model) == 1):
         try:
             embedded = embed_dataset(args, clip_model, texts)
-        except RewardModelError as error:
+        except UsageError as error:
             tqdm.write(f"reward_models.py: skipped {clip_model}: {error}", file=sys.stderr)
             skipped += 1
             continue
@@ -358,7 +366,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (DatasetError, RewardModelError) as error:
+    except (DatasetError, UsageError) as error:
         print(f"reward_models.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import sac_clip_mountaincar
-from clip_reward import CLIPReward, RewardModelError
+from clip_reward import CLIPReward, UsageError
 
 SCRIPT = Path(__file__).resolve().parent.parent / "figures" / "reward_landscape.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -60,7 +60,7 @@ def test_upright_and_the_flag_are_the_maxima_at_every_alpha(tmp_path):
 def test_bad_input_is_one_line_and_nothing_is_written(arguments, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["reward_landscape.py", "--device", "cpu", *arguments.split()])
-    with pytest.raises(RewardModelError, match=expected):
+    with pytest.raises(UsageError, match=expected):
         reward_landscape.main()
     assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
 

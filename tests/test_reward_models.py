@@ -22,7 +22,7 @@ from reward_models import average_precision, balanced, epic_distance, precision_
 import dqn_clip_cartpole  # noqa: E402
 import sac_clip_humanoid  # noqa: E402
 import sac_clip_mountaincar  # noqa: E402
-from clip_reward import CLIPReward, RewardModelError, contrastive_reward  # noqa: E402
+from clip_reward import CLIPReward, UsageError, contrastive_reward  # noqa: E402
 
 
 def call(module, monkeypatch, *arguments) -> int:
@@ -407,7 +407,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(arguments, expected, tmp_p
         Path(f"{name}/labels.csv").write_text(text.replace(",", ";") if name == "COLUMNS" else text)
     left = sorted(tmp_path.rglob("*"))
     words = [word.strip("'") for word in arguments.split()]
-    with pytest.raises((dataset.DatasetError, RewardModelError), match=expected) as error:
+    with pytest.raises((dataset.DatasetError, UsageError), match=expected) as error:
         call(reward_models, monkeypatch, *words)
     assert "\n" not in str(error.value) and sorted(tmp_path.rglob("*")) == left
 

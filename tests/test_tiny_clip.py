@@ -17,7 +17,7 @@ import train  # noqa: E402
 import dqn_clip_cartpole  # noqa: E402
 import sac_clip_humanoid  # noqa: E402
 import sac_clip_mountaincar  # noqa: E402
-from clip_reward import CLIPReward, RewardModelError  # noqa: E402
+from clip_reward import CLIPReward, UsageError  # noqa: E402
 
 PAPER = {
     "pole vertically upright on top of the cart",
@@ -304,12 +304,12 @@ def test_training_writes_models_that_load_side_by_side_or_alone_and_resumed(tmp_
     with pytest.raises(KeyboardInterrupt):
         train.train(resumed)
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["training.pt"]
-    with pytest.raises(RewardModelError, match="--resume it, or remove the file"):
+    with pytest.raises(UsageError, match="--resume it, or remove the file"):
         train.train(resumed)
     made = []
     monkeypatch.setattr(train.Learner, "step", lambda self, *batch: made.append(1) or step(self, *batch))
     resumed.resume = True
-    with pytest.raises(RewardModelError, match="had --steps 3"):
+    with pytest.raises(UsageError, match="had --steps 3"):
         train.train(replace(resumed, steps=4))
     train.train(resumed)
     assert len(made) == 2  # the third step of both
@@ -321,12 +321,12 @@ def test_training_writes_models_that_load_side_by_side_or_alone_and_resumed(tmp_
     assert weights("both/width_8") == weights("resumed/width_8") and not (tmp_path / "resumed" / "training.pt").exists()
     sizes = [CLIPReward(f"local-dir:{tmp_path / 'both'}/width_{width}", "pole upright").model.visual for width in (8, 16)]
     assert sum(p.numel() for p in sizes[0].parameters()) < sum(p.numel() for p in sizes[1].parameters()) / 3
-    with pytest.raises(RewardModelError, match="no training was interrupted"):
+    with pytest.raises(UsageError, match="no training was interrupted"):
         train.train(resumed)
 
 
 @pytest.mark.parametrize("widths", [(), (16, 16), (7,), (0,)])
 def test_widths_that_make_no_model_are_one_line(widths, tmp_path):
-    with pytest.raises(RewardModelError, match="must be different even numbers"):
+    with pytest.raises(UsageError, match="must be different even numbers"):
         train.train(train.Args(output=tmp_path / "no", widths=widths))
     assert not (tmp_path / "no").exists()

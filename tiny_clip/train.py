@@ -12,8 +12,10 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import mujoco
@@ -30,7 +32,7 @@ sys.path.insert(0, str(HERE.parent))
 import dqn_clip_cartpole  # noqa: E402
 import sac_clip_humanoid  # noqa: E402
 import sac_clip_mountaincar  # noqa: E402
-from clip_reward import CLIPReward, RewardModelError  # noqa: E402
+from clip_reward import CLIPReward, UsageError  # noqa: E402
 
 SIZE = 64  # pixels, frames are square
 SAVE_EVERY = 100  # steps, for --resume
@@ -268,13 +270,19 @@ def mountaincar_progress(x: np.ndarray) -> np.ndarray:
     return ((x + math.pi / 6) / (sac_clip_mountaincar.X_GOAL + math.pi / 6)).clip(0, 1)
 
 
+@cache  # its background is painted once
+def draw_cars(textures: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """-> a function from states (N, 2) to frames (N, 3, SIZE, SIZE)."""
+    return sac_clip_mountaincar.Scene(SIZE, SIZE, textures, torch.device("cpu")).draw
+
+
 def mountaincar_scene(n: int, rng: np.random.Generator):
     """Cars anywhere on the track, a third of them near the flag; every second frame in each of the two looks."""
     x = np.where(rng.random(n) < 1 / 3, rng.uniform(0.2, 0.6, n), rng.uniform(-1.2, 0.6, n))
     states = torch.from_numpy(np.stack([x, 0 * x], axis=1))
     frames = torch.empty(n, 3, SIZE, SIZE, dtype=torch.uint8)
     for k, textures in enumerate(("original", "realistic")):
-        frames[k::2] = sac_clip_mountaincar.draw(states[k::2], SIZE, SIZE, textures)
+        frames[k::2] = draw_cars(textures)(states[k::2])
 
     x = x + 0.05 * rng.standard_normal(n)  # captions are judged by eye: no edge is sharp
     beyond = np.stack([x >= limit for limit, _, _ in MOUNTAINCAR_PLACES], axis=1)
@@ -416,35 +424,36 @@ def variations(states: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray
     return turns, angles
 
 
-def play(
-    turns: np.ndarray, angles: np.ndarray, envs: sac_clip_humanoid.Humanoid, rng: np.random.Generator
-) -> list[torch.Tensor]:
-    """Poses as `poses` returns them, one for each environment -> states (n, 24) after each number of steps in SNAPSHOTS.
+def play(turns: np.ndarray, angles: np.ndarray, robots: list, rng: np.random.Generator) -> list[torch.Tensor]:
+    """Poses as `poses` returns them, one for each robot (Gymnasium's) -> states (n, 24) after each number of steps in SNAPSHOTS.
 
     A quarter starts as every episode does, in the air and upright, and moves into the pose; the others start in it, most of them
     on the floor. Some hold it, firmly or weakly, some let go, and some jerk about.
     """
-    n, model = envs.num_envs, envs.model
-    envs.reset(seed=int(rng.integers(2**31)))
+    n, model, seed = len(robots), robots[0].model, int(rng.integers(2**31))
+    for i, robot in enumerate(robots):
+        robot.reset(seed=seed + i)
     angles = angles.clip(*model.jnt_range[1:].T)
     for i in range(n // 4, n):
-        data = envs.datas[i]
+        data = robots[i].data
         data.qpos[:2], data.qpos[3:7], data.qpos[7:], data.qvel[:] = rng.normal(0, 0.3, 2), turns[i], angles[i], 0
         mujoco.mj_kinematics(model, data)
         below = data.geom_xpos[1:, 2] - model.geom_size[1:, 0] - abs(data.geom_xmat[1:, 8]) * model.geom_size[1:, 1]
         data.qpos[2] -= below.min() - rng.choice([0.005, rng.uniform(0, 0.3)], p=[0.8, 0.2])
-    envs.each(mujoco.mj_forward)
+        mujoco.mj_forward(model, data)
     hold = rng.choice([0, 0.3, 1], size=(n, 1), p=[0.15, 0.25, 0.6])
     jerk = rng.choice([0, 1], size=(n, 1), p=[0.7, 0.3])
     states = []
-    for step in range(SNAPSHOTS[-1] + 1):
-        if step in SNAPSHOTS:
-            states.append(torch.tensor(envs.states, dtype=torch.float32))
-        if step % 5 == 0:
-            shake = rng.uniform(-0.4, 0.4, (n, 17)) * jerk
-        speeds = np.stack([data.qvel[6:] for data in envs.datas])
-        torques = hold * (1.5 * (angles - envs.states[:, 7:]) - 0.08 * speeds)
-        envs.step(torch.from_numpy((torques[:, MOTORS] + shake).clip(-0.4, 0.4)))
+    with ThreadPoolExecutor() as pool:
+        for step in range(SNAPSHOTS[-1] + 1):
+            pose, speeds = np.stack([robot.data.qpos for robot in robots]), np.stack([robot.data.qvel for robot in robots])
+            if step in SNAPSHOTS:
+                states.append(torch.from_numpy(pose).float())
+            if step % 5 == 0:
+                shake = rng.uniform(-0.4, 0.4, (n, 17)) * jerk
+            torques = hold * (1.5 * (angles - pose[:, 7:]) - 0.08 * speeds[:, 6:])
+            motors = (torques[:, MOTORS] + shake).clip(-0.4, 0.4)
+            list(pool.map(lambda robot, torque: robot.do_simulation(torque, robot.frame_skip), robots, motors))
     return states
 
 
@@ -454,7 +463,7 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
     The variations are what a policy finds that is paid for a posture: states around it in all directions.
     """
     num_envs = min(256, n)
-    envs = sac_clip_humanoid.Humanoid(num_envs, 100, sac_clip_humanoid.THREADS)
+    robots = [env.unwrapped for env in sac_clip_humanoid.make_envs(num_envs, sac_clip_humanoid.Args()).envs]
     states, showing = [], None
     with tqdm(total=n, desc="simulate the humanoid", unit="state", leave=False) as progress:
         while len(states) * num_envs < n:
@@ -468,7 +477,7 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
                     showing = [facts[name].nonzero()[:, 0].numpy() for name in list(facts)[:POSTURES] if facts[name].any()]
                 parents = [rng.choice(showing[rng.integers(len(showing))]) for _ in range(num_envs)]
                 turns, angles = variations(first[parents].numpy(), rng)
-            states += play(turns, angles, envs, rng)
+            states += play(turns, angles, robots, rng)
             progress.update(num_envs * len(SNAPSHOTS))
     states = torch.cat(states)
     return states[torch.from_numpy(rng.permutation(len(states))[:n])]
@@ -955,27 +964,27 @@ def folders(args: Args) -> dict[int, Path]:
 
 def train(args: Args) -> None:
     if len(set(args.widths)) < max(len(args.widths), 1) or any(width < 2 or width % 2 for width in args.widths):
-        raise RewardModelError(f"--widths must be different even numbers, not {args.widths}")
+        raise UsageError(f"--widths must be different even numbers, not {args.widths}")
     if args.steps < 1 or args.batch_size < 32 or args.humanoid_states < 1:
-        raise RewardModelError("--steps and --humanoid-states must be at least 1, --batch-size at least 32")
+        raise UsageError("--steps and --humanoid-states must be at least 1, --batch-size at least 32")
     try:
         args.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RewardModelError(f"cannot write to {args.output}: {error.strerror}") from None
+        raise UsageError(f"cannot write to {args.output}: {error.strerror}") from None
     rng = np.random.default_rng(args.seed)
     tokenizer = open_clip.SimpleTokenizer(context_length=MODEL_CFG["text_cfg"]["context_length"])
     learners = [Learner(width, args) for width in args.widths]
     checkpoint, first, kept = args.output / "training.pt", 0, None
     settings = {k: v for k, v in asdict(args).items() if k not in ("evaluate", "output", "resume")}
     if checkpoint.is_file() and not args.resume:
-        raise RewardModelError(f"{checkpoint} is of a training that was interrupted: --resume it, or remove the file")
+        raise UsageError(f"{checkpoint} is of a training that was interrupted: --resume it, or remove the file")
     if args.resume:
         if not checkpoint.is_file():
-            raise RewardModelError(f"no training was interrupted in {args.output}: it holds no {checkpoint.name}")
+            raise UsageError(f"no training was interrupted in {args.output}: it holds no {checkpoint.name}")
         kept = torch.load(checkpoint, weights_only=True)
         other = [f"--{name.replace('_', '-')} {value}" for name, value in kept["settings"].items() if settings[name] != value]
         if other:
-            raise RewardModelError(f"the training in {args.output} had {', '.join(other)}")
+            raise UsageError(f"the training in {args.output} had {', '.join(other)}")
     scenes_and_shares = ((cartpole_scene, 0.23), (mountaincar_scene, 0.25), (HumanoidScene(args.humanoid_states, rng), 0.52))
     if kept:
         first, rng.bit_generator.state = kept["step"], kept["rng"]
@@ -1079,7 +1088,7 @@ def evaluate_mountaincar(folder: Path, n: int = 10_000) -> None:
 
         def embed(x: torch.Tensor, textures: str = textures) -> torch.Tensor:
             chunks = torch.stack([x, 0 * x], dim=1).split(256)
-            return torch.cat([reward_model.embed(sac_clip_mountaincar.draw(chunk, SIZE, SIZE, textures)) for chunk in chunks])
+            return torch.cat([reward_model.embed(draw_cars(textures)(chunk)) for chunk in chunks])
 
         embedded, swept = embed(x), embed(places)
         for prompt in (MOUNTAINCAR_PROMPT, *MOUNTAINCAR_REWORDINGS):
@@ -1143,7 +1152,7 @@ if __name__ == "__main__":
             evaluate_cartpole(folder)
             evaluate_mountaincar(folder)
             evaluate_humanoid(folder)
-    except RewardModelError as error:
+    except UsageError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
