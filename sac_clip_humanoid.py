@@ -68,7 +68,7 @@ class Args:
     layer normalization, a falling learning rate, fewer updates of the actor, and its running mean acting"""
     seed: int = 1  # of the weights, the start states and the exploration
     device: str | None = None  # cpu or cuda (default: cuda where there is one)
-    total_timesteps: int = 256_000  # in all environments together, in whole rounds (10,000,000, the model new to the scene)
+    total_timesteps: int = 192_000  # in all environments together, in whole rounds (10,000,000, the model new to the scene)
     num_envs: int = 32  # environments side by side
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
     gradient_steps: int = 300  # updates per round (100)
@@ -83,7 +83,7 @@ class Args:
     )
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 128_000  # steps between two checkpoints
+    checkpoint_every: int = 64_000  # steps between two checkpoints
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, exactly and with its own settings
     evaluate: str | None = None  # only evaluate this checkpoint (with --episodes, --seed, --device) and make its video
@@ -633,10 +633,9 @@ class Run:
         self.started = time.perf_counter()
 
     def stop(self, number: int, _) -> None:
-        """Ctrl-C and SIGTERM let the round in progress finish first."""
-        if self.stopped:
-            raise KeyboardInterrupt
+        """Ctrl-C and SIGTERM let the round in progress finish first; the second one does not."""
         self.stopped = number
+        signal.signal(number, signal.default_int_handler)
         os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
     def save(self, name: str, **parts) -> None:
@@ -724,7 +723,7 @@ def main() -> None:
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
-    print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir}; success is measured as {args.task}")
+    print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir}; task {args.task or 'unknown, without a success rate'}")
     speed = {} if args.evaluate else {"steps_per_second": train(args, checkpoint, labeller)}
     path = args.evaluate or f"{args.run_dir}/best.pt"
     policy = SAC(make_envs(1, args).single_observation_space.shape[0], args).policy

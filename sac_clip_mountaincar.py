@@ -485,10 +485,9 @@ class Run:
         self.started = time.perf_counter()
 
     def stop(self, number: int, _) -> None:
-        """Ctrl-C and SIGTERM let the round in progress finish first."""
-        if self.stopped:
-            raise KeyboardInterrupt
+        """Ctrl-C and SIGTERM let the round in progress finish first; the second one does not."""
         self.stopped = number
+        signal.signal(number, signal.default_int_handler)
         os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
     def save(self, name: str, **parts) -> None:

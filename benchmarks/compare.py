@@ -6,12 +6,10 @@
 The plain ones are what a first implementation is: one Gymnasium environment, its own frames (the humanoid's 480x480 by EGL), and
 Stable-Baselines3's SAC or DQN as it comes, scored either at every step, by a reward wrapper, or at the end of each episode. In a
 third one, scored at every step, networks, batches and updates per step are the script's. All run in turns, each alone on the machine.
-All counts leave out what comes before learning; the script's is TensorBoard's, without writing logs, pictures and checkpoints (about
-1 % of a run).
+All counts leave out what comes before learning; the script's is its own `charts/SPS`.
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,16 +20,14 @@ from statistics import median
 os.environ.setdefault("MUJOCO_GL", "egl")
 
 import gymnasium  # noqa: E402
-import open_clip  # noqa: E402
 import torch  # noqa: E402
 import tyro  # noqa: E402
 from stable_baselines3 import DQN, SAC  # noqa: E402
 from stable_baselines3.common.callbacks import BaseCallback  # noqa: E402
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from throughput import model_and_note, run_loop  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from clip_reward import CLIPReward, native_precision  # noqa: E402
 
 # script: algorithm, Gymnasium's environment and its options, steps of an episode; the script's updates per step, layers and batches
@@ -117,17 +113,6 @@ def plain_run(kind: str, script: str, args: Args, reward_model: CLIPReward) -> f
     return args.plain_episodes * episode / (time.perf_counter() - start)
 
 
-def script_run(script: str, clip_model: str, precision: str, args: Args) -> float:
-    """Steps/s over the rounds in which the script learned, but for the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--run-dir {folder}/run --total-timesteps {(args.rounds + 2) * 3200} --learning-starts 3200 --episodes 1"
-        options += f" --device {args.device} --clip-model {clip_model} --precision {precision}"
-        subprocess.run([sys.executable, ROOT / f"{script}.py", *options.split()], check=True, capture_output=True)
-        events = EventAccumulator(f"{folder}/run", {"scalars": 0}).Reload()
-    steps_per_second = [event.value for event in events.Scalars("charts/SPS")][2:]
-    return len(steps_per_second) / sum(1 / value for value in steps_per_second)
-
-
 def main() -> None:
     args = tyro.cli(Args)
     unknown = set(args.scripts) - set(SCRIPTS)
@@ -135,10 +120,9 @@ def main() -> None:
         sys.exit(f"no script {', '.join(unknown)}: there are {', '.join(SCRIPTS)}")
     precision = args.precision or native_precision(args.device)
     with tempfile.TemporaryDirectory() as folder:
-        clip_model, shown = args.clip_model, args.clip_model
-        if clip_model != "tiny" and "/" not in clip_model and ":" not in clip_model:
-            torch.save(open_clip.create_model(clip_model).state_dict(), f"{folder}/random.pt")
-            clip_model, shown = f"{clip_model}/{folder}/random.pt", f"{clip_model} (random weights)"
+        clip_model, shown = model_and_note(args.clip_model, folder)
+        options = {"clip_model": clip_model, "precision": precision, "device": args.device, "learning_starts": 3200}
+        options |= {"total_timesteps": (args.rounds + 2) * 3200}  # a round without learning, and one to warm up
         reward_model = CLIPReward(clip_model, "a goal", device=args.device, precision=precision)
         print(
             f"{shown} in {precision} on {args.device}, {torch.get_num_threads()} cores: steps/s, and ratios with their ranges"
@@ -149,7 +133,7 @@ def main() -> None:
         for script in args.scripts:
             runs = []
             for _ in range(args.repetitions):
-                runs.append([script_run(script, clip_model, precision, args)])
+                runs.append([run_loop(script, options, args.rounds)])
                 progress.update()
                 for kind in PLAIN:
                     runs[-1].append(plain_run(kind, script, args, reward_model))

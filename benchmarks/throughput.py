@@ -3,29 +3,28 @@
     python benchmarks/throughput.py
     python benchmarks/throughput.py --models tiny --num-envs 8 64 512 4096 --steps-per-round 12800
 
-Each row is measured in a process of its own: first each phase alone, then the bare `encode_image` and the loop in turns. `draw` and
-`CLIP` (pixels to rewards) use all cores; the humanoid's simulation uses all but one, the others' and all updates use one, as in the
-loop. Efficiency is the loop's steps/s ÷ the bare encoder's frames/s; `of the cores` is the loop's steps/s ÷ what the cores would
-allow if they were never idle: steps ÷ (the sum of the phases' core-seconds ÷ cores). Every step is one frame. The loop's figure is
-that of TensorBoard, without writing logs, pictures and checkpoints.
+Each row is measured in a process of its own: first each phase alone, by the script's own functions, then the bare `encode_image` and
+the script in turns. `draw` and `CLIP` (pixels to rewards) use all cores, simulation and updates one, as in the loop. Efficiency is the
+loop's steps/s ÷ the bare encoder's frames/s; `of the cores` is the loop's steps/s ÷ what the cores would allow if they were never
+idle: steps ÷ (the sum of the phases' core-seconds ÷ cores). Every step is one frame. The loop's figure is the script's `charts/SPS`.
 """
 
-import contextlib
 import importlib
-import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
-from unittest import mock
+from statistics import harmonic_mean, median
+from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import open_clip
 import torch
 import tyro
@@ -33,8 +32,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from clip_reward import CLIPReward, native_precision  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from clip_reward import native_precision  # noqa: E402
 
 SCRIPTS = ("dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid")
 
@@ -71,25 +71,43 @@ def model_and_note(name: str, folder: str) -> tuple[str, str]:
     return f"{name}/{folder}/random.pt", f"{name} (random weights)"
 
 
-def run_loop(script, options: list[str]) -> dict[str, float]:
-    """Train with these options, without evaluation and pictures -> steps/s and seconds a round by phase, after two rounds."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        quiet = stack.enter_context(open(os.devnull, "w"))
-        for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
-            stack.enter_context(redirect(quiet))
-        nothing = ({"clip_return": 0.0, "ground_truth_return": 0.0}, None, None)
-        stack.enter_context(mock.patch.object(script, "evaluate", lambda *_: nothing))
-        blank = np.zeros((8, 8, 3), np.uint8)
-        stack.enter_context(mock.patch.object(script, "report_evaluation", lambda *_: blank))
-        stack.enter_context(mock.patch.object(script, "picture", lambda *_: script.Image.fromarray(blank)))
-        stack.enter_context(mock.patch.object(sys, "argv", [script.SCRIPT, *options, "--run-dir", f"{folder}/run"]))
-        script.main()
+def run_loop(script: str, options: dict, rounds: int) -> float:
+    """Train in a process of its own -> steps/s over the last so many rounds."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / f"{script}.py", *words, "--episodes=1", f"--run-dir={folder}/run"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{script}.py failed:\n{done.stderr}")
         events = EventAccumulator(f"{folder}/run", {"scalars": 0}).Reload()
-    names = [name for name in events.Tags()["scalars"] if name.startswith("seconds_per_round/") or name == "charts/SPS"]
-    rounds = {name.split("/")[1]: [event.value for event in events.Scalars(name)][2:] for name in names}
-    steps_per_second = rounds.pop("SPS")
-    means = {name: sum(values) / len(values) for name, values in rounds.items()}
-    return means | {"steps/s": len(steps_per_second) / sum(1 / value for value in steps_per_second)}
+        return harmonic_mean([event.value for event in events.Scalars("charts/SPS")][-rounds:])
+
+
+def parts(script: ModuleType, settings) -> tuple:
+    """-> the script's environments, policy and replay buffer, all new, and a function that makes update number k."""
+    device = torch.device(settings.device)
+    if script.SCRIPT == "dqn_clip_cartpole":
+        rb, policy, target = (
+            part.to(device) for part in (script.ReplayBuffer(settings), script.QNetwork(), script.QNetwork())
+        )
+        optimizer = torch.optim.Adam(policy.parameters(), settings.learning_rate, fused=True)
+        learn = [policy, target, optimizer]
+        envs = script.CartPole(settings.num_envs)
+        return envs, policy, rb, lambda k: script.dqn_update(*learn, rb.sample(settings.batch_size, 1), settings.gamma)
+    if script.SCRIPT == "sac_clip_mountaincar":
+        envs, rb, sac = script.MountainCar(settings.num_envs), script.ReplayBuffer(settings), script.SAC()
+    else:
+        envs = script.make_envs(settings.num_envs, settings)
+        size = envs.single_observation_space.shape[0]
+        rb, sac = script.ReplayBuffer(size, settings), script.SAC(size, settings)
+    rb, sac = rb.to(device), sac.to(device)
+    optimizers = sac.optimizers(settings.learning_rate)
+
+    def update(k: int) -> None:
+        actor = (k % 2 == 0,) if script.SCRIPT == "sac_clip_humanoid" else ()  # the humanoid's learns by every second update
+        script.sac_update(sac, optimizers, rb.sample(settings.batch_size, 1), *actor, settings)
+
+    return envs, sac.policy, rb, update
 
 
 def rate(work: Callable, batches: list, threads: int, device: torch.device, seconds: float = 3.0) -> float:
@@ -122,55 +140,39 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
     batch_size = args.clip_batch_size or defaults.clip_batch_size
     with tempfile.TemporaryDirectory() as folder:
         model, shown = model_and_note(model, folder)
-        options = f"--clip-model {model} --precision {precision} --device {args.device} --clip-batch-size {batch_size} "
-        options += f"--num-envs {num_envs} --episode-length {length} --gradient-steps {updates} --learning-starts {steps} "
-        options += f"--total-timesteps {steps * (2 + args.rounds)}"
-        options = options.split()
+        options = {"clip_model": model, "precision": precision, "device": args.device, "clip_batch_size": batch_size}
+        options |= {"num_envs": num_envs, "episode_length": length, "gradient_steps": updates, "learning_starts": steps}
+        options |= {
+            "total_timesteps": steps * (2 + args.rounds),
+            "checkpoint_every": 2**39,
+        }  # a round without learning, one to warm up
+        settings = script.Args(prompt=("a goal",), **options)
 
-        # The phases alone, in the script's own loop with the others left out.
-        reward_model = CLIPReward(model, "one thing", "another thing", 0.5, device, batch_size, precision)
-        played, act = [], script.act
-
-        def act_and_keep(*arguments):
-            played[:] = act(*arguments)
-            return played
-
-        def act_again(*arguments):
-            labeller = next(argument for argument in arguments if isinstance(argument, script.Labeller))
-            labeller.submit(states.flatten(0, 1))
-            return played
-
-        def alone(phase: str, options: list[str]) -> float:
-            """Seconds a round of a loop in which only this phase is left; on a GPU a phase's own clock sees only the launches."""
-            run = run_loop(script, options)
-            return run[phase] if device.type == "cpu" else steps / run["steps/s"]
-
-        def no_labels(self, states):
-            rewards = torch.zeros(len(states), device=device)
-            return (rewards, rewards, 0.0, 0.0) if name == "sac_clip_humanoid" else (rewards, 0.0, 0.0)
-
-        with mock.patch.object(script.Labeller, "label", no_labels):
-            with mock.patch.object(script, "act", act_and_keep):
-                simulate = alone("simulate", [*options, "--gradient-steps", "1"])
-            states = played[2] if name == "sac_clip_humanoid" else played[0][1:]  # (steps of an episode, environments, …)
-            with mock.patch.object(script, "act", act_again):
-                update = alone("update", options)
-        torch.set_num_threads(1)
-        if name == "sac_clip_humanoid":
-            look = (defaults.textures, defaults.camera, defaults.supersample, batch_size, device)
-            scenes = [script.Scene(*reward_model.size, *look) for _ in range(cores if device.type == "cpu" else 1)]
-
-            def draw(thread: int, states: torch.Tensor) -> torch.Tensor:
-                return scenes[thread].draw(states.to(device))[0]
-
-        else:
-            look = (defaults.textures,) if name == "sac_clip_mountaincar" else ()
-
-            def draw(thread: int, states: torch.Tensor) -> torch.Tensor:
-                return script.draw(states, *reward_model.size, *look)
-
+        # The phases alone.
         threads = cores if device.type == "cpu" else 1
-        flat, wanted = states.flatten(0, 1), 8 * threads * batch_size  # so that all threads have as much to do
+        torch.set_num_threads(1)
+        envs, policy, rb, update = parts(script, settings)
+        actor, drawn = (
+            deepcopy(policy).cpu(),
+            deque(maxlen=length),
+        )  # the states of an episode's steps, as they are to be drawn
+
+        def play(*_) -> None:
+            rb.add(0, *script.rollout(actor, 0.5, envs, SimpleNamespace(submit=drawn.append), 1, settings), 0.0)
+
+        simulate = rate(play, [range(steps)], 1, device)
+        update = rate(lambda _, numbers: [update(k) for k in numbers], [range(updates)], 1, device) * steps / updates
+        workers = [script.Worker(settings, device)]
+        reward_model = workers[0].reward_model
+        workers += [script.Worker(settings, device, reward_model) for _ in range(threads - 1)]
+
+        def draw(thread: int, states: torch.Tensor) -> torch.Tensor:
+            if name == "dqn_clip_cartpole":
+                return script.draw(states.to(device), *reward_model.size)
+            frames = workers[thread].scene.draw(states)
+            return frames[0] if name == "sac_clip_humanoid" else frames
+
+        flat, wanted = torch.cat([*drawn]), 8 * threads * batch_size  # so that all threads have as much to do
         batches = list(flat.repeat(-(-wanted // len(flat)), 1)[:wanted].split(batch_size))
         frames = [draw(0, batch) for batch in batches]
         pixels = [((chunk - 127.0) / 64).to(reward_model.input_dtype, memory_format=torch.channels_last) for chunk in frames]
@@ -191,22 +193,19 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
                 torch.set_num_threads(1)
             return max(rates)
 
-        pairs = []
-        for _ in range(args.repetitions):
-            pairs.append((bare(), run_loop(script, options)["steps/s"]))
+        pairs = [(bare(), run_loop(name, options, args.rounds)) for _ in range(args.repetitions)]
     encoder, loop = (median(column) for column in zip(*pairs))
     efficiencies = sorted(b / a for a, b in pairs)
-    simulate_cores = min(max(cores - 1, 1), num_envs) if name == "sac_clip_humanoid" else 1
-    core_seconds = simulate * simulate_cores + update + steps * cores * (1 / draws + 1 / scores)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    core_seconds = 1 / simulate + 1 / update + cores * (1 / draws + 1 / scores)  # a step
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else memory
-    columns = [name, shown, precision, num_envs, *(f"{v:.0f}" for v in (steps / simulate, draws, scores, steps / update))]
+    columns = [name, shown, precision, num_envs, *(f"{v:.0f}" for v in (simulate, draws, scores, update))]
     columns += [f"{encoder:.0f}", f"{loop:.0f}"]
     columns += [f"{median(efficiencies):.2f} ({efficiencies[0]:.2f} to {efficiencies[-1]:.2f})"]
     if device.type == "cuda":
         columns += [f"{flops * loop / 1e12:.1f}", f"{flops * loop / matmul_rate(device):.2f}"]
     else:
-        columns += [f"{loop / (steps * cores / core_seconds):.2f}"]
+        columns += [f"{loop * core_seconds / cores:.2f}"]
     return " | ".join(map(str, [*columns, f"{memory:.1f}"]))
 
 
@@ -224,7 +223,9 @@ def main() -> None:
     precisions = args.precisions or (native_precision(args.device),)
     rows = [(s, m, p, n) for m in args.models for p in precisions for s in args.scripts for n in args.num_envs or (None,)]
     last = (
-        ("TFLOP/s", "of a bf16 matrix product", "GPU memory, GiB") if args.device != "cpu" else ("of the cores", "memory, GiB")
+        ("TFLOP/s", "of a bf16 matrix product", "GPU memory of the phases, GiB")
+        if args.device != "cpu"
+        else ("of the cores", "memory, GiB")
     )
     head = ("script", "CLIP model", "precision", "environments", "simulate", "draw", "CLIP", "update", "encode_image", "loop")
     print(f"{args.device}, {torch.get_num_threads()} cores; steps/s or frames/s")

@@ -154,7 +154,9 @@ def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
     kept["texts"] |= dict(zip(texts, reward_model.negatives.cpu()))
     if "frames" not in kept:
         settings, states, _, _ = load(args.dataset)
-        how = SimpleNamespace(settings=settings, reward_model=reward_model, clip_batch_size=args.clip_batch_size, ray_workers=0)
+        how = SimpleNamespace(
+            settings=settings, reward_model=reward_model, clip_batch_size=args.clip_batch_size, ray_workers=0
+        )
         threads = torch.get_num_threads()
         labeller = Labeller(Worker, how, reward_model.goal.device)  # one GPU: that which has the model
         try:

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,8 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+import sac_clip_humanoid  # noqa: E402
 
 # ---- What is claimed
 
@@ -78,7 +81,7 @@ RUNS |= {
     for textures, camera in (("original", "original"), ("original", "fixed"), ("realistic", "original"))
 }
 RUNS |= {
-    f"prompts/rewording-{k}_1": (HUMANOID, f"--task kneeling --seed 1 --prompt={prompt}")
+    f"prompts/rewording-{k}_1": (HUMANOID, f"--task kneeling --seed 1 --prompt '{prompt}'")
     for k, prompt in enumerate(REWORDINGS, 1)
 }
 RUNS |= {f"paper/kneeling_{seed}": (HUMANOID, f"--paper --total-timesteps 256000 --seed {seed}") for seed in (1, 2, 3)}
@@ -86,9 +89,11 @@ RUNS |= {  # what failed within the default steps
     f"longer/{task}_2": (HUMANOID, f"--task {task} --total-timesteps 512000 --seed 2")
     for task in ("arms-raised", "doing-splits")
 }
+NEGATIVE_POLES = ("pole leaning to the side on top of the cart", "pole hanging down from the cart")
+NEGATIVE_POSES = [prompt for task, (prompt, _) in sac_clip_humanoid.TASKS.items() if task != "kneeling"]
 RUNS |= {
-    "contrastive/cartpole_1": (CARTPOLE, "--reward contrastive --seed 1"),
-    "contrastive/kneeling_1": (HUMANOID, "--reward contrastive --task kneeling --seed 1"),
+    "contrastive/cartpole_1": (CARTPOLE, f"--seed 1 --negative-prompt {shlex.join(NEGATIVE_POLES)}"),
+    "contrastive/kneeling_1": (HUMANOID, f"--task kneeling --seed 1 --negative-prompt {shlex.join(NEGATIVE_POSES)}"),
 }
 RUNS |= {
     f"ladder/width-{width}_{seed}": (
@@ -225,8 +230,8 @@ def store(name: str, run_dir: Path, output: Path) -> dict:
     row |= {"versions": " ".join(f"{package} {number}" for package, number in result["versions"].items())}
     with Image.open(
         run_dir / "result.png"
-    ) as sheet:  # eight frames of an episode a row, with rewards below; of them the first
-        strip = sheet.crop((0, 0, sheet.width, 262 if script == HUMANOID else 150))
+    ) as sheet:  # eight frames of an episode a row, each with a caption below; of them the first
+        strip = sheet.crop((0, 0, sheet.width, sheet.height // min(settings["episodes"], 4)))
         (output / "frames" / name).parent.mkdir(parents=True, exist_ok=True)
         strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS).convert("RGB").save(
             output / "frames" / f"{name}.jpg", quality=85
@@ -668,8 +673,7 @@ def main() -> None:
             print(f"make.py: error: {run_dir} was trained with other options: remove it", file=sys.stderr)
             sys.exit(2)
         if not (run_dir / "result.json").is_file():
-            first, _, prompt = options.partition(" --prompt=")  # always the last
-            words = [word.format(ladder=ladder) for word in first.split()] + (["--prompt", prompt] if prompt else [])
+            words = [word.format(ladder=ladder) for word in shlex.split(options)]
             words += [] if "--clip-model" in words else ["--clip-model", args.clip_model]
             words += ["--device", args.device, "--run-dir", run_dir]
             if (run_dir / "checkpoint.pt").is_file():

@@ -3,6 +3,7 @@
 import csv
 import inspect
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,12 +61,12 @@ def test_what_the_readme_says_to_search_for_is_there_once():
 @pytest.mark.parametrize("name", make.RUNS)
 def test_every_run_has_settings_that_its_script_takes(name):
     script, options = make.RUNS[name]
-    options, _, prompt = options.partition(" --prompt=")
-    args = tyro.cli(SCRIPTS[script].Args, args=[*options.split(), *(["--prompt", prompt] if prompt else [])])
+    args = tyro.cli(SCRIPTS[script].Args, args=shlex.split(options))
     assert name.endswith(f"_{args.seed}")
     claim, _, what = name.partition("/")
     assert claim != "table1" or what == f"{args.task}_{args.seed}"
-    assert not prompt or (args.prompt == (prompt,) and args.task == "kneeling")
+    assert claim != "prompts" or (args.prompt[0] in make.REWORDINGS and len(args.prompt) == 1 and args.task == "kneeling")
+    assert len(args.negative_prompt) == {"contrastive/cartpole_1": 2, "contrastive/kneeling_1": 7}.get(name, 0)
 
 
 def rows_of(path: Path) -> list[dict]:

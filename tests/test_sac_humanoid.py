@@ -27,22 +27,22 @@ DATA = mujoco.MjData(MODEL)
 @pytest.mark.parametrize("paper", [False, True])
 def test_environment_is_gymnasiums(paper):
     """Two episodes in each of three, played by Gymnasium again from the same seeds with the same actions."""
-    args, labelled = Args(paper=paper), []
+    args, size, labelled = Args(paper=paper), 350 if paper else 177, []
     envs, labeller = make_envs(3, args), SimpleNamespace(submit=labelled.append)
     references = [gym.make("Humanoid-v5", terminate_when_unhealthy=False).unwrapped for _ in range(3)]
     torch.manual_seed(0)
-    agent = SAC(350 if paper else 47, args)
+    agent = SAC(size, args)
     for seed, policy in ((5, None), (9, agent.policy)):
         labelled.clear()
         states, actions = rollout(policy, 1.0, envs, labeller, seed, args)
-        assert states.shape == (101, 3, 350 if paper else 47) and states.dtype == torch.float32
+        assert states.shape == (101, 3, size) and states.dtype == torch.float32
         assert actions.shape == (100, 3, 17) and 0.95 < actions.abs().max() <= 1
         assert torch.equal(torch.stack(labelled), states[1:, :, :24])  # the poses after each step
         starts = [env.reset(seed=seed + i)[0] for i, env in enumerate(references)]
-        for t in range(101):  # Gymnasium's observation leaves out the place on the floor
+        for t in range(101):  # Gymnasium's own observation leaves out the place on the floor
             observed = starts if t == 0 else [env.step(0.4 * a)[0] for env, a in zip(references, actions[t - 1].numpy())]
             observed = torch.tensor(np.stack(observed), dtype=torch.float32)
-            torch.testing.assert_close(states[t, :, 2:], observed if paper else observed[:, :45], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(states[t, :, 2:], observed[:, : size - 2], atol=1e-4, rtol=1e-4)
             qpos = torch.tensor(np.stack([env.data.qpos for env in references]), dtype=torch.float32)
             torch.testing.assert_close(states[t, :, :24], qpos, atol=1e-4, rtol=1e-4)
         assert states[-1, :, 2].max() < 1  # they have fallen, where Gymnasium's own would have started again
@@ -53,7 +53,7 @@ def test_environment_is_gymnasiums(paper):
 
 def test_random_actions_are_uniform_and_an_evaluation_has_no_noise():
     args, labeller = Args(episode_length=10), SimpleNamespace(submit=lambda poses: None)
-    envs, agent = make_envs(20, args), SAC(47, args)
+    envs, agent = make_envs(20, args), SAC(177, args)
     actions = rollout(None, 1.0, envs, labeller, 0, args)[1].flatten()
     share = (actions[:, None] < torch.linspace(-1, 1, 21)).float().mean(0)
     assert (share - torch.linspace(0, 1, 21)).abs().max() < 0.03
@@ -137,24 +137,20 @@ def test_the_realistic_look_shows_what_its_words_say():
     empty = list(still)
     empty[0] = 100  # far behind the camera
     robot, scene = Scene(128, 128, "realistic", "fixed", 2, 2, CPU).draw(torch.tensor([still, empty]))[0].float()
-    sky, floor = scene[:, :46], scene[:, 50:]
-    rows = sky.mean(2)  # (3, 46)
+    sky, floor, rows = scene[:, :46], scene[:, 50:], scene[:, :46].mean(2)
     assert (sky[2] > sky[1]).all() and (sky[1] > sky[0]).all() and (rows[2] - rows[0]).min() > 60  # blue ...
     assert (rows.diff(dim=1) > -1).all() and rows[0, -1] - rows[0, 0] > 15  # ... and paler towards the horizon ...
     assert sky.std(2).max() < 6  # ... without clouds
     assert (floor.amax(0) - floor.amin(0)).max() < 25 and 90 < floor.mean() < 190 and floor.std() < 25  # grey and calm
-    joints = floor.mean(0) < floor.mean() - 8
-    assert 0.02 < joints.float().mean() < 0.3  # tiles
-    there = (robot - scene).abs().amax(0) > 30
-    red, green, blue = robot
+    assert 0.02 < (floor.mean(0) < floor.mean() - 8).float().mean() < 0.3  # tiles
+    there, (red, green, blue) = (robot - scene).abs().amax(0) > 30, robot
     parts = {
         "arms": there & (red > blue + 90),
         "light parts": there & (robot.amin(0) > 170),
         "thighs": there & (blue > red + 60) & (blue > green + 40),
         "shadow": ~(robot.amax(0) > 115) & (scene.mean(0) > robot.mean(0) + 25) & (torch.arange(128)[:, None] > 90),
     }
-    for name, pixels in parts.items():
-        assert pixels.sum() > 20, name
+    assert min(pixels.sum() for pixels in parts.values()) > 20
     orange, yellow = (parts["arms"] & (green < 0.6 * red)).sum(), (parts["arms"] & (green > 0.65 * red)).sum()
     assert orange > 10 and yellow > 10  # upper and lower arms
     heights = [(torch.arange(128)[:, None] * pixels).sum() / pixels.sum() for pixels in parts.values()]
@@ -207,7 +203,7 @@ TRUE = {
     "lotus-position": [pose(**LOTUS)],
     "standing-up": [STANDING, pose(), pose(hip_y=-30, knee=-50, pitch=10), pose(knee=-5, **RAISED), pose(yaw=90, knee=-5)],
     "arms-raised": [pose(knee=-5, **RAISED), pose(yaw=-70, knee=-5, **RAISED)],
-    "doing-splits": [pose(**SPLITS), pose(yaw=40, **SPLITS)],
+    "doing-splits": [pose(**SPLITS), pose(yaw=40, **SPLITS), pose(**SPLITS | {"knee": -22, "hip_y": -85})],  # hardly bent
     "hands-on-hips": [pose(knee=-5, **ON_HIPS)],
     "arms-crossed": [pose(knee=-5, **CROSSED)],
     "standing-on-one-leg": [pose(knee=-5, **RIGHT_UP), pose(knee=-5, left_hip_y=-60, left_knee=-60)],
@@ -231,7 +227,9 @@ FALSE = {
         STANDING, pose(knee=-5, right_shoulder1=-84, right_shoulder2=20, right_elbow=-85), pose(**KNEELING, **RAISED)
     ],
     "doing-splits": [
-        STANDING, SITTING, pose(**LOTUS), pose(lift=0.4, **SPLITS), pose(pitch=-90), pose(pitch=-60, **SPLITS)
+        STANDING, SITTING, pose(**LOTUS), pose(lift=0.4, **SPLITS), pose(pitch=-90), pose(pitch=-60, **SPLITS),
+        pose(**SPLITS | {"hip_z": -20, "hip_y": -85}),  # narrow
+        pose(**SPLITS | {"knee": -40, "hip_y": -91}), pose(**SPLITS | {"knee": -90, "hip_y": -100}),  # bent knees
     ],
     "hands-on-hips": [
         STANDING, pose(knee=-5, **RAISED), pose(**KNEELING, **ON_HIPS), pose(knee=-5, **CROSSED),
@@ -254,13 +252,6 @@ def test_success_condition(task):
     _, holds = TASKS[task]
     assert holds(points_of(*TRUE[task])).tolist() == [True] * len(TRUE[task])
     assert holds(points_of(*FALSE[task])).tolist() == [False] * len(FALSE[task])
-
-
-def test_splits_need_legs_that_are_straight_and_wide_apart():
-    narrow, bent = pose(hip_x=-18, hip_z=-20, hip_y=-85, knee=-8), pose(hip_x=-18, hip_z=-58, hip_y=-100, knee=-90)
-    half_bent, hardly_bent = (pose(**SPLITS | {"knee": -degrees, "hip_y": -78 - degrees / 3}) for degrees in (40, 22))
-    holds = TASKS["doing-splits"][1](points_of(narrow, bent, half_bent, hardly_bent))
-    assert holds.tolist() == [False, False, False, True]
 
 
 def test_an_episode_succeeds_if_the_condition_holds_in_half_of_its_steps():
