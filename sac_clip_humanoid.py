@@ -68,7 +68,7 @@ class Args:
     layer normalization, a falling learning rate, fewer updates of the actor, and its running mean acting"""
     seed: int = 1  # of the weights, the start states and the exploration
     device: str | None = None  # cpu or cuda (default: cuda where there is one)
-    total_timesteps: int = 192_000  # in all environments together, in whole rounds (10,000,000, the model new to the scene)
+    total_timesteps: int = 256_000  # in all environments together, in whole rounds (10,000,000, the model new to the scene)
     num_envs: int = 32  # environments side by side
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
     gradient_steps: int = 300  # updates per round (100)

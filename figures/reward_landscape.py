@@ -72,6 +72,8 @@ def main() -> None:
         raise UsageError(f"--output must end in .png, not {args.output}")
     if args.points < 2:
         raise UsageError(f"--points must be at least 2, not {args.points}")
+    if args.clip_batch_size < 1:
+        raise UsageError(f"--clip-batch-size must be at least 1, not {args.clip_batch_size}")
 
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
     axes = figure.subplots(2, len(PANELS), height_ratios=[3.2, 1], sharex="col")

@@ -294,6 +294,8 @@ def main() -> None:
         raise DatasetError("--goal-baseline-alpha must be values between 0 and 1")
     if args.resamples < 2:
         raise DatasetError(f"--resamples must be at least 2, not {args.resamples}")
+    if args.clip_batch_size < 1:
+        raise DatasetError(f"--clip-batch-size must be at least 1, not {args.clip_batch_size}")
     if args.temperature is not None and not args.temperature > 0:
         raise DatasetError(f"--temperature must be above 0, not {args.temperature}")
     if args.temperature is not None and not args.negative_prompt:

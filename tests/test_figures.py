@@ -52,7 +52,8 @@ def test_upright_and_the_flag_are_the_maxima_at_every_alpha(tmp_path):
 
     prompt, baseline = sac_clip_mountaincar.Args().prompt, sac_clip_mountaincar.Args().baseline_prompt
     some = [row for row in rows if row[0] == "MountainCar, original" and row[1] == 0.75][::30]
-    frames = sac_clip_mountaincar.draw(torch.tensor([[row[2], 0.0] for row in some]), 64, 64, "original")
+    scene = sac_clip_mountaincar.Scene(64, 64, "original", torch.device("cpu"))
+    frames = scene.draw(torch.tensor([[row[2], 0.0] for row in some]))
     assert CLIPReward("tiny", prompt, baseline, 0.75)(frames).tolist() == pytest.approx([row[3] for row in some], abs=1e-4)
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -134,7 +135,8 @@ def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
         frame = scene.draw(states[7:8])[0][0].permute(1, 2, 0).numpy()
     elif script == "sac_clip_mountaincar":
         expected = states[:, 0] >= 0.45
-        frame = sac_clip_mountaincar.draw(states[7:8], 200, 300, "realistic")[0].permute(1, 2, 0).numpy()
+        scene = sac_clip_mountaincar.Scene(200, 300, "realistic", torch.device("cpu"))
+        frame = scene.draw(states[7:8])[0].permute(1, 2, 0).numpy()
     else:
         expected = torch.rad2deg(states[:, 2]).abs() <= 12
         frame = dqn_clip_cartpole.draw(states[7:8], 200, 300)[0].permute(1, 2, 0).numpy()
@@ -160,18 +162,23 @@ def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
     )
 
 
-def fake_run(folder: Path, n: int = 50, seed: int = 0, **settings) -> torch.Tensor:
-    """A run folder of CartPole's script with n states -> these."""
-    states = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed)) * 0.3
+def fake_run(
+    folder: Path, rounds: int = 5, seed: int = 0, script=dqn_clip_cartpole, size: int = 4, draw=torch.randn, **settings
+) -> torch.Tensor:
+    """A run folder, so many rounds of 5 steps in 2 environments played of the 8 that it keeps -> the states after their steps."""
+    states = torch.zeros(8, 6, 2, size)
+    played = draw(rounds, 6, 2, size, generator=torch.Generator().manual_seed(seed)) * 0.3
+    for number, of_round in enumerate(played):
+        states[number % 8] = of_round
     settings = {"prompt": ("an upright pole",), "baseline_prompt": ("a pole",)} | settings
+    content = {"settings": asdict(script.Args(**settings)), "progress": (rounds * 10, 0.0, 1.0)}
     folder.mkdir(parents=True)
-    checkpoint = {"script": "dqn_clip_cartpole", "settings": settings, "rb": {"next_obs": states, "obs": 0 * states}}
-    torch.save(checkpoint, folder / "checkpoint.pt")
-    return states
+    torch.save(content | {"rb": {"states": states, "rewards": torch.zeros(8, 5, 2)}}, folder / "checkpoint.pt")
+    return played[-8:, 1:].flatten(0, 2)
 
 
 def test_a_dataset_of_the_states_of_runs(tmp_path, monkeypatch):
-    both = torch.cat([fake_run(tmp_path / "a", seed=1), fake_run(tmp_path / "b", seed=2)])
+    both = torch.cat([fake_run(tmp_path / "a", 2, seed=1), fake_run(tmp_path / "b", 20, seed=2)])  # all of 2, the last 8 of 20
     runs = ["--run-dirs", tmp_path / "a", tmp_path / "b"]
     for name, n in (("all", 100), ("some", 30), ("again", 30)):
         assert call(dataset, monkeypatch, *runs, "--states", n, "--output", tmp_path / name) == 0
@@ -184,31 +191,32 @@ def test_a_dataset_of_the_states_of_runs(tmp_path, monkeypatch):
     assert torch.equal(some, again) and len({tuple(state) for state in some.tolist()}) == 30
 
 
-def test_a_dataset_of_a_humanoids_run_takes_states_of_all_processes_and_the_look(tmp_path, monkeypatch):
-    rng = torch.Generator().manual_seed(0)
-    own = [
-        {"rb": {"states": torch.cat([torch.rand(20, 3, generator=rng), torch.randn(20, 21, generator=rng)], 1)}} for _ in "ab"
-    ]
+def test_a_dataset_of_a_cars_run_is_labelled_as_the_script_does(tmp_path, monkeypatch):
+    own = fake_run(tmp_path / "run", script=sac_clip_mountaincar, size=2, draw=torch.rand, textures="original")
+    own_frames = sac_clip_mountaincar.Scene(200, 300, "original", torch.device("cpu")).draw(own)
+    assert call(dataset, monkeypatch, "--run-dirs", tmp_path / "run", "--states", 50, "--output", tmp_path / "data") == 0
+    settings, states, labels, _ = dataset.load(tmp_path / "data")
+    assert settings["script"] == "sac_clip_mountaincar" and torch.equal(labels, states[:, 0] >= 0.45)
+    where = next(i for i, state in enumerate(own.tolist()) if state == states[0].tolist())
+    frame = np.asarray(Image.open(tmp_path / "data" / dataset.picture(0)))
+    assert np.array_equal(frame, own_frames[where].permute(1, 2, 0).numpy())
+
+
+def test_a_dataset_of_a_humanoids_run_takes_the_poses_and_the_look(tmp_path, monkeypatch):
     settings = {"prompt": ("a robot",), "baseline_prompt": ("x",), "task": "standing-up", "camera": "original"}
     settings |= {"textures": "original", "supersample": 1}
-    (tmp_path / "run").mkdir()
-    torch.save(
-        {"script": "sac_clip_humanoid", "settings": settings, **own[0], "others": own[1:]}, tmp_path / "run/checkpoint.pt"
-    )
+    own = fake_run(tmp_path / "run", 4, script=sac_clip_humanoid, size=47, **settings)[:, :24]
     assert call(dataset, monkeypatch, "--run-dirs", tmp_path / "run", "--states", 40, "--output", tmp_path / "data") == 0
     loaded, states, labels, _ = dataset.load(tmp_path / "data")
     assert (loaded["task"], loaded["textures"], loaded["camera"]) == ("standing-up", "original", "original")
-    assert sorted(states.tolist()) == sorted(torch.cat([one["rb"]["states"] for one in own]).tolist())
+    assert sorted(states.tolist()) == sorted(own.tolist())
     scene = sac_clip_humanoid.Scene(8, 8, "original", "original", 1, 40, torch.device("cpu"))
     assert torch.equal(labels, sac_clip_humanoid.standing_up(scene.draw(states)[1]))
 
 
 def test_states_of_a_sentence_without_a_condition_wait_for_a_person(tmp_path, monkeypatch, capsys):
     settings = {"prompt": ("a robot dancing",), "baseline_prompt": ("x",), "task": None, "camera": "fixed"}
-    settings |= {"textures": "realistic", "supersample": 1}
-    (tmp_path / "run").mkdir()
-    content = {"script": "sac_clip_humanoid", "settings": settings, "rb": {"states": torch.rand(10, 24)}, "others": []}
-    torch.save(content, tmp_path / "run/checkpoint.pt")
+    fake_run(tmp_path / "run", 1, script=sac_clip_humanoid, size=47, **settings)
     assert call(dataset, monkeypatch, "--run-dirs", tmp_path / "run", "--states", 10, "--output", tmp_path / "data") == 0
     assert "without a known task: fill in human_label" in capsys.readouterr().out
     with pytest.raises(dataset.DatasetError, match="line 2: labels are 0 or 1, not ''; fill in human_label"):
@@ -224,7 +232,7 @@ def test_an_interrupted_dataset_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(states):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset, "drawer", lambda settings: interrupted)
+    monkeypatch.setattr(dataset, "drawer", lambda *_: interrupted)
     with pytest.raises(KeyboardInterrupt):
         call(dataset, monkeypatch, "--script", "dqn_clip_cartpole", "--output", tmp_path / "data")
     assert list(tmp_path.iterdir()) == []
@@ -248,7 +256,7 @@ def test_bad_input_of_a_dataset_is_one_line_and_nothing_is_written(arguments, ex
     monkeypatch.chdir(tmp_path)
     fake_run(Path("A"))
     fake_run(Path("B"), prompt=("a fallen pole",))
-    fake_run(Path("EMPTY"), n=0)
+    fake_run(Path("EMPTY"), 0)
     Path("TEXT").mkdir()
     Path("TEXT/checkpoint.pt").write_text("not a checkpoint")
     left = sorted(tmp_path.rglob("*"))
@@ -356,7 +364,7 @@ def test_frames_are_embedded_as_the_script_draws_them(script, tmp_path, monkeypa
     if script == "sac_clip_humanoid":
         frames = sac_clip_humanoid.Scene(64, 64, "realistic", "fixed", 1, 128, torch.device("cpu")).draw(states)[0]
     else:
-        frames = sac_clip_mountaincar.draw(states, 64, 64, "realistic")
+        frames = sac_clip_mountaincar.Scene(64, 64, "realistic", torch.device("cpu")).draw(states)
     expected = CLIPReward("tiny", "a robot").embed(frames)
     torch.testing.assert_close(embedded["frames"], expected, atol=1e-4, rtol=0)
     assert settings["textures"] == "realistic"
@@ -380,6 +388,7 @@ def test_a_model_that_cannot_be_had_is_skipped_and_the_exit_code_tells(cartpole,
     ("--dataset GOOD --output no/such/x.png", "cannot write to"),
     ("--dataset GOOD --goal-baseline-alpha 1.5", "between 0 and 1"),
     ("--dataset GOOD --resamples 1", "--resamples must be at least 2"),
+    ("--dataset GOOD --clip-batch-size 0", "--clip-batch-size must be at least 1"),
     ("--dataset SHORT", "has no line for frames/000049.png"),
     ("--dataset GOOD --temperature 0", "--temperature must be above 0"),
     ("--dataset GOOD --temperature 0.1", "--temperature belongs to the contrastive reward"),
@@ -423,8 +432,8 @@ def test_bad_input_has_exit_code_2(script, arguments, tmp_path):
 def test_several_prompts_of_a_run_are_one_reward_as_in_training_and_no_baseline_means_no_alpha(tmp_path, monkeypatch):
     goals, baseline = ("an upright pole", "a balanced pole on a cart"), ("a pole", "a cart")
     for name, base in (("a", baseline), ("b", ())):
-        fake_run(tmp_path / name / "run", n=200, prompt=goals, baseline_prompt=base)
-        arguments = ["--run-dirs", tmp_path / name / "run", "--states", 200, "--output", tmp_path / name / "data"]
+        fake_run(tmp_path / name / "run", 8, prompt=goals, baseline_prompt=base)
+        arguments = ["--run-dirs", tmp_path / name / "run", "--states", 80, "--output", tmp_path / name / "data"]
         assert call(dataset, monkeypatch, *arguments) == 0
     few = [
         "--resamples",
@@ -441,7 +450,7 @@ def test_several_prompts_of_a_run_are_one_reward_as_in_training_and_no_baseline_
     (row,) = rows_of(tmp_path / "sheet.csv")
     _, states, label, _ = dataset.load(tmp_path / "a/data")
     reward = CLIPReward("tiny", goals, baseline, 0.5)(dqn_clip_cartpole.draw(states, 64, 64))
-    assert float(row["epic"]) == pytest.approx(epic_distance(reward, label, torch.ones(1, 200)).item(), abs=1e-4)
+    assert float(row["epic"]) == pytest.approx(epic_distance(reward, label, torch.ones(1, 80)).item(), abs=1e-4)
     assert call(reward_models, monkeypatch, "--dataset", tmp_path / "b/data", *few, 0) == 0
     with pytest.raises(dataset.DatasetError, match="needs a --baseline-prompt"):
         call(reward_models, monkeypatch, "--dataset", tmp_path / "b/data", *few, 0.5)

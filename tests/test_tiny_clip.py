@@ -67,13 +67,14 @@ def test_reward_separates_upright_from_fallen(alpha):
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_reward_shows_the_way_to_the_flag(textures, alpha):
     reward = CLIPReward("tiny", "a car at the peak of the mountain, next to the yellow flag", "a car in the mountain", alpha)
+    draw = sac_clip_mountaincar.Scene(64, 64, textures, torch.device("cpu")).draw
     x = torch.from_numpy(np.random.default_rng(123).uniform(-1.2, 0.6, 2000))
-    rewards = reward(sac_clip_mountaincar.draw(x[:, None], 64, 64, textures))
+    rewards = reward(draw(x[:, None].float()))
     label = ((x + math.pi / 6) / (0.45 + math.pi / 6)).clamp(0, 1)  # progress from the bottom of the valley to the goal
     assert math.sqrt((1 - np.corrcoef(rewards, label)[0, 1]) / 2) <= 0.35
     assert (torch.from_numpy(train.mountaincar_progress(x.numpy())) - label).abs().max() < 1e-12
     places = torch.linspace(-1.2, 0.6, 181)
-    assert places[reward(sac_clip_mountaincar.draw(places[:, None], 64, 64, textures)).argmax()] >= 0.449
+    assert places[reward(draw(places[:, None])).argmax()] >= 0.449
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +189,8 @@ def test_cartpole_captions_say_where_the_cart_is(monkeypatch):
 def test_mountaincar_captions_say_where_the_car_is(batches, monkeypatch):
     """Words against the x that was drawn, which captions may misjudge a little; and that the facts mentioned are those in the words."""
     drawn = []
-    draw = sac_clip_mountaincar.draw
-    monkeypatch.setattr(sac_clip_mountaincar, "draw", lambda states, *a: drawn.append(states[:, 0]) or draw(states, *a))
+    draw_cars = train.draw_cars
+    monkeypatch.setattr(train, "draw_cars", lambda look: lambda cars: drawn.append(cars[:, 0]) or draw_cars(look)(cars))
     seen = set()
     for seed in range(8):
         drawn.clear()
