@@ -253,14 +253,17 @@ class RayWorker:
         if not ray.is_initialized():
             code = {"working_dir": str(Path(__file__).parent), "excludes": [".?*", "runs", "results", "tests"]}
             ray.init(runtime_env=code, include_dashboard=False, log_to_driver=False, logging_level="error")
-        self.ray, actor = ray, ray.remote(num_cpus=1, num_gpus=int(device.type == "cuda"))(Worker)
+        kind = "GPU" if device.type == "cuda" else "CPU"
+        if ray.cluster_resources().get(kind, 0) < args.ray_workers:  # the others would wait for ever
+            raise UsageError(f"--ray-workers {args.ray_workers} need as many {kind}s of the Ray cluster")
+        self.ray, actor = ray, ray.remote(num_cpus=1, num_gpus=int(kind == "GPU"))(Worker)
         self.actor = actor.remote(args, torch.device(device.type))
 
     def label(self, states: torch.Tensor) -> torch.Tensor:
         try:
             return self.ray.get(self.actor.label.remote(states.cpu())).to(states.device)
         except self.ray.exceptions.RayActorError as error:
-            raise ConnectionError(str(error).splitlines()[0]) from None
+            raise ConnectionError(str(error).strip().splitlines()[-1]) from None
 
 
 # ---- Loading

@@ -154,7 +154,7 @@ def paint_background(textures: str, detail: int = 3) -> Image.Image:
 
     xs = torch.linspace(X_MIN, X_MAX, 100)
     hills = list(zip(xs.tolist(), ground(xs).tolist()))
-    flag = X_GOAL, ground(torch.tensor(X_GOAL)).item()
+    flag = X_MIN + int((X_GOAL - X_MIN) * SCALE) / SCALE, int(ground(torch.tensor(X_GOAL)) * SCALE) / SCALE
     image = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(image)
     if textures == "original":
@@ -184,9 +184,10 @@ class Scene:
 
     def draw(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 2) -> frames (N, 3, height, width) uint8; only a window around the car, the same size for all, is computed."""
-        x = states[:, 0, None, None].to(self.device)  # (N, 1, 1)
-        y, sin, cos = SCREEN_HEIGHT - SCALE * ground(x), (3 * x).cos().sin(), (3 * x).cos().cos()  # it leans as in Gymnasium
-        x = SCALE * (x - X_MIN)  # the car's middle, from the upper left corner: x, y
+        x = states[:, 0, None, None].float().to(self.device)  # (N, 1, 1)
+        sin, cos = (3 * x).cos().sin(), (3 * x).cos().cos()  # it leans as in Gymnasium, whose car is 10 pixels above the ground
+        y = SCREEN_HEIGHT - SCALE * ground(x) - (10.5 if self.textures == "original" else 0)
+        x = SCALE * (x - X_MIN)  # the car's place, from the upper left corner: x, y
         pixel_x, pixel_y = SCREEN_WIDTH / self.width, SCREEN_HEIGHT / self.height
         columns, rows = min(self.width, int(96 / pixel_x) + 2), min(self.height, int(96 / pixel_y) + 2)  # its radius is 48
         left = (x / pixel_x - columns / 2).round().long().clamp(0, self.width - columns)
