@@ -185,7 +185,10 @@ class Scene:
     def draw(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 2) -> frames (N, 3, height, width) uint8; only a window around the car, the same size for all, is computed."""
         x = states[:, 0, None, None].float().to(self.device)  # (N, 1, 1)
-        sin, cos = (3 * x).cos().sin(), (3 * x).cos().cos()  # it leans as in Gymnasium, whose car is 10 pixels above the ground
+        sin, cos = (
+            (3 * x).cos().sin(),
+            (3 * x).cos().cos(),
+        )  # it leans as in Gymnasium, whose car is 10 pixels above the ground
         y = SCREEN_HEIGHT - SCALE * ground(x) - (10.5 if self.textures == "original" else 0)
         x = SCALE * (x - X_MIN)  # the car's place, from the upper left corner: x, y
         pixel_x, pixel_y = SCREEN_WIDTH / self.width, SCREEN_HEIGHT / self.height

@@ -273,8 +273,7 @@ def mountaincar_progress(x: np.ndarray) -> np.ndarray:
 @cache  # its background is painted once
 def draw_cars(textures: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """-> a function from states (N, 2) to frames (N, 3, SIZE, SIZE)."""
-    scene = sac_clip_mountaincar.Scene(SIZE, SIZE, textures, torch.device("cpu"))
-    return lambda states: scene.draw(states.float())
+    return sac_clip_mountaincar.Scene(SIZE, SIZE, textures, torch.device("cpu")).draw
 
 
 def mountaincar_scene(n: int, rng: np.random.Generator):
