@@ -184,7 +184,7 @@ def test_labels_of_cartpole_are_the_same_for_any_number_of_threads(monkeypatch):
 
 
 OPTIONS = "--device cpu --clip-model tiny --num-envs 8 --episode-length 25 --clip-batch-size 16 --gradient-steps 3"
-OPTIONS += " --learning-starts 200 --checkpoint-every 200 --episodes 4 --total-timesteps 8000"
+OPTIONS += " --learning-starts 200 --checkpoint-every 200 --episodes 4 --total-timesteps 4000"
 
 
 def start(folder: Path, ray_workers: int) -> subprocess.Popen:
@@ -237,7 +237,7 @@ def at_work(pid: int) -> bool:
 def test_ray_actors_change_nothing_but_the_speed_and_one_may_be_killed(tmp_path, alone, kill):
     process, started, actors, killed = start(tmp_path / "ray", 2), set(), set(), False
     log, checkpoint = tmp_path / "ray" / "log", tmp_path / "ray" / "run" / "checkpoint.pt"
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     try:
         while process.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
