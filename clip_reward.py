@@ -12,6 +12,7 @@ and the `Labeller`, which has many frames scored at once.
 import difflib
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from tqdm import tqdm
 # open_clip, torchvision and the hub's client are imported where they are used: they take seconds, and --help needs none of them.
 
 TINY = f"local-dir:{Path(__file__).resolve().parent / 'tiny_clip'}"  # the bundled model, see tiny_clip/README.md
+Texts = str | Sequence[str]
 ELSEWHERE = "choose another --clip-model, a local file (ViT-B-32//path/to/weights.pt), or the bundled one (tiny)"
 
 
@@ -86,18 +88,10 @@ class CLIPReward(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        clip_model: str,
-        prompts: str | Sequence[str],
-        baseline_prompts: str | Sequence[str] = (),
-        alpha: float = 0.0,
-        device: str | torch.device = "cpu",
-        batch_size: int = 256,
-        precision: str = "fp32",
-        negative_prompts: str | Sequence[str] = (),
-        temperature: float | None = None,
-        threshold: float | None = None,
-    ):
+        self, clip_model: str, prompts: Texts, baseline_prompts: Texts = (), alpha: float = 0.0,
+        device: str | torch.device = "cpu", batch_size: int = 256, precision: str = "fp32",
+        negative_prompts: Texts = (), temperature: float | None = None, threshold: float | None = None
+    ):  # fmt: skip
         import open_clip
 
         super().__init__()
@@ -193,6 +187,7 @@ class Labeller:
 
     def __init__(self, Worker: type, args, device: torch.device):
         torch.set_num_threads(1)
+        sys.setswitchinterval(0.0005)  # s; or a thread that holds the interpreter keeps another one from its next operation
         gpus = range(torch.cuda.device_count()) if device.type == "cuda" and device.index is None else ()
         workers = [Worker(args, torch.device("cuda", i)) for i in gpus] or [Worker(args, device)]
         if device.type == "cpu":

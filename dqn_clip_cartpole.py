@@ -41,24 +41,18 @@ class Args:
     prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)  # the goal; several sentences are averaged
     baseline_prompt: tuple[str, ...] = ("pole and cart",)  # what the scene looks like in general
     goal_baseline_alpha: float = 0.5  # α of goal-baseline regularization, 0 (plain cosine) to 1 (paper, Section 4.2)
-    negative_prompt: tuple[
-        str, ...
-    ] = ()  # what else there might be to see: makes the reward contrastive (Baumli et al., 2023)
+    negative_prompt: tuple[str, ...] = ()  # what else there might be to see: a contrastive reward (Baumli et al., 2023)
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
     threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step within CartPole-v1's limits
-    clip_model: str | None = (
-        None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny (default: tiny; on CUDA bigG)
-    )
+    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny (default: tiny; CUDA: bigG)
     clip_batch_size: int = 128  # frames drawn and scored at once
     precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where there are instructions for it)
     ray_workers: int = 0  # labellers beside this process, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     seed: int = 1  # of the weights, the start states and the exploration
-    device: str | None = None  # cpu or cuda (default: cuda where there is one)
-    total_timesteps: int = (
-        160_000  # in all environments together, in whole rounds (paper: 3,000,000, the model new to the scene)
-    )
+    device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
+    total_timesteps: int = 160_000  # of all environments, in whole rounds (paper: 3,000,000, with a model new to the scene)
     num_envs: int = 16  # environments side by side
     episode_length: int = 200  # steps; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round (the paper's value)
@@ -66,15 +60,13 @@ class Args:
     learning_rate: float = 5e-4  # of Adam (paper: 2.3e-3)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.99  # discount factor
-    target_network_frequency: int = (
-        200  # updates from one renewal of the target network to the next (paper: every 10,000 steps)
-    )
+    target_network_frequency: int = 200  # updates between two renewals of the target network (paper: every 10,000 steps)
     batch_size: int = 128  # transitions per update (paper: Stable-Baselines3's default, 32)
     end_e: float = 0.05  # share of random actions at the end; it falls from 1, round by round ...
     exploration_fraction: float = 0.1  # ... in this share of the steps
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 16_000  # steps between two checkpoints (paper: 64,000)
+    checkpoint_every: int = 32_000  # steps between two checkpoints, each evaluated (paper: 64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, exactly and with its own settings
     evaluate: str | None = None  # only evaluate this checkpoint (with --episodes, --seed, --device) and make its video
@@ -170,9 +162,7 @@ class ReplayBuffer(nn.Module):
         super().__init__()
         steps, num_envs = args.episode_length, args.num_envs
         rounds = math.ceil(min(args.buffer_size, args.total_timesteps) / (steps * num_envs))
-        self.register_buffer(
-            "states", torch.zeros(rounds, steps + 1, num_envs, STATE_SIZE)
-        )  # before step t: t; after it: t + 1
+        self.register_buffer("states", torch.zeros(rounds, steps + 1, num_envs, STATE_SIZE))  # step t leads from t to t + 1
         self.register_buffer("actions", torch.zeros(rounds, steps, num_envs, dtype=torch.int64))
         self.register_buffer("rewards", torch.zeros(rounds, steps, num_envs))
 
@@ -199,13 +189,11 @@ class QNetwork(nn.Sequential):
         super().__init__(nn.Linear(STATE_SIZE, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, NUM_ACTIONS))
 
 
-def dqn_update(
-    q_network: QNetwork, target_network: QNetwork, optimizer: torch.optim.Adam, batch: tuple, gamma: float
-) -> dict[str, torch.Tensor]:
+def dqn_update(q_network: QNetwork, target_network: QNetwork, optimizer: torch.optim.Adam, batch: tuple, args: Args) -> dict:
     """One update by a batch of transitions -> what to log."""
     obs, next_obs, actions, rewards = batch
     with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
-        td_target = rewards + gamma * target_network(next_obs).max(dim=1).values
+        td_target = rewards + args.gamma * target_network(next_obs).max(dim=1).values
     q_values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
     td_loss = F.smooth_l1_loss(q_values, td_target)
     optimizer.zero_grad()
@@ -219,9 +207,7 @@ def dqn_update(
 
 
 @torch.no_grad()
-def rollout(
-    policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller, seed: int, args: Args
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rollout(policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller, seed: int, args: Args) -> tuple:
     """An episode in each environment, ε-greedily, on the CPU -> states (T + 1, N, 4), actions (T, N)."""
     rng = np.random.default_rng(seed)
     obs, _ = envs.reset(seed=seed)
@@ -236,16 +222,14 @@ def rollout(
     return torch.stack(states), torch.stack(actions)
 
 
-def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
-    """The paper's Algorithm 1, a round at a time, all chance in a round coming from its number -> steps per second."""
+def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
+    """The paper's Algorithm 1, a round at a time; all chance in a round comes from its number."""
     device, envs = torch.device(args.device), CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network, rb = QNetwork().to(device), ReplayBuffer(args).to(device)
     target_network = deepcopy(q_network)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    run = Run(
-        args, checkpoint, policy=q_network, target_network=target_network, optimizer=optimizer, rb=rb
-    )  # files, curves, Ctrl-C
+    run = Run(args, checkpoint, labeller, policy=q_network, target_network=target_network, optimizer=optimizer, rb=rb)
 
     while run.step < args.total_timesteps and not run.stopped:
         number, random = run.step // (args.num_envs * args.episode_length), run.step < args.learning_starts
@@ -262,7 +246,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
         for update in range(0 if random or number == 0 else args.gradient_steps):
             if (number * args.gradient_steps + update) % args.target_network_frequency == 0:
                 target_network.load_state_dict(q_network.state_dict())
-            losses = dqn_update(q_network, target_network, optimizer, rb.sample(args.batch_size, number), args.gamma)
+            losses = dqn_update(q_network, target_network, optimizer, rb.sample(args.batch_size, number), args)
 
         # ---- Label: the frame after each step, drawn and scored with CLIP (Definition 1). Then the round enters the buffer.
         states, actions = playing.result()
@@ -270,9 +254,9 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])
 
         # ---- Report.
-        run.report(policy, random, states, labels, losses)
+        run.report(labels, losses)
 
-    return run.finish()
+    run.finish()
 
 
 # ==== Nothing below belongs to the method: success, evaluation, pictures, files, and checks of the settings.
@@ -302,18 +286,22 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
 
 
-def evaluate(policy: nn.Module, labeller: Labeller, args: Args, path: str, **more: float) -> None:
-    """Play `args.episodes` episodes without exploration; print, and write path.json, .png (frames of four) and .mp4 (three)."""
-    seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()  # start states that no training sees
-    states, _ = rollout(policy, 0.0, CartPole(args.episodes), labeller, seed, args)
-    labels = labeller.result(f"score {args.episodes} episodes").view(args.episode_length, args.episodes, 2)
-    metrics = summary(labels) | more
+def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Play without exploration, from start states that no training sees -> states (T, N, 4), labels (T, N, 2)."""
+    seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()
+    states, _ = rollout(deepcopy(policy).cpu(), 0.0, CartPole(episodes), labeller, seed, args)
+    return states[1:], labeller.result(f"score {episodes} episodes").view(args.episode_length, episodes, 2)
+
+
+def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
+    """Print what an evaluation gave, and write path.json, .png (frames of four episodes) and .mp4 (three)."""
+    metrics = summary(labels)
     for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
     result = metrics | {"settings": asdict(args), "versions": versions}
-    video = np.concatenate(pictures(states[1:, :3], labels[:, :3, 0], len(labels), args))
-    rows = np.concatenate(pictures(states[1:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
+    video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
+    rows = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=50))
     save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(rows, axis=1), extension=".png"))
     save(f"{path}.json", json.dumps(result, indent=2).encode())
@@ -324,17 +312,15 @@ def save(path: str, content: bytes | dict) -> None:
     """Write a file whole or not at all: a kill at any moment leaves the old one."""
     with open(f"{path}.tmp", "wb") as file:
         file.write(content) if isinstance(content, bytes) else torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
 
 
 class Run:
     """A training's folder: curves, the best policy, and checkpoints of `parts`, all that the rest of the training depends on."""
 
-    def __init__(self, args: Args, checkpoint: dict | None, **parts):
-        self.args, self.parts, self.stopped = args, parts, 0
-        self.step, self.best_return, self.seconds = checkpoint["progress"] if checkpoint else (0, -math.inf, 0.0)
+    def __init__(self, args: Args, checkpoint: dict | None, labeller: Labeller, **parts):
+        self.args, self.labeller, self.parts, self.stopped = args, labeller, parts, 0
+        self.step, self.best_return = checkpoint["progress"] if checkpoint else (0, -math.inf)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
         os.makedirs(args.run_dir, exist_ok=True)
@@ -356,43 +342,50 @@ class Run:
         signal.signal(number, signal.default_int_handler)
         os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
+    def report(self, labels: torch.Tensor, losses: dict) -> None:
+        """The end of a round: curves, progress bar and, when it is time, a checkpoint."""
+        before, now = self.step, time.perf_counter()
+        self.step += labels[:, :, 0].numel()
+        values = summary(labels)
+        scalars = {f"charts/{name}": value for name, value in values.items()} | losses
+        scalars["charts/SPS"], self.started = (self.step - before) / (now - self.started), now
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.step)
+        every, total = self.args.checkpoint_every, self.args.total_timesteps
+        self.bar.update(min(self.step, total) - self.bar.n)
+        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
+        if before // every < self.step // every or self.step >= total:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Evaluate the policy as it is now, keep it if no checkpoint earned more (as the paper chooses), and save all parts."""
+        states, labels = evaluate(self.parts["policy"], self.args.num_envs, self.labeller, self.args)
+        values = summary(labels)
+        for name, value in values.items():
+            self.writer.add_scalar(f"evaluation/{name}", value, self.step)
+        frames = pictures(states[:, :1], labels[:, :1, 0], 8, self.args)[0]
+        self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
+        self.writer.flush()
+        earned = values["ground_truth_return" if self.args.reward == "ground-truth" else "clip_return"]
+        if earned > self.best_return:
+            self.best_return = earned
+            self.save("best.pt", policy=self.parts["policy"])
+        self.save("checkpoint.pt", **self.parts)
+
     def save(self, name: str, **parts) -> None:
-        content = {"settings": asdict(self.args), "progress": (self.step, self.best_return, self.seconds)}
+        content = {"settings": asdict(self.args), "progress": (self.step, self.best_return)}
         save(f"{self.args.run_dir}/{name}", content | {name: part.state_dict() for name, part in parts.items()})
 
-    def report(self, policy: nn.Module, random: bool, states: torch.Tensor, labels: torch.Tensor, losses: dict) -> None:
-        """The end of a round: curves, progress bar, best policy and, when it is time, a picture and a checkpoint."""
-        args, before = self.args, self.step
-        self.step += args.num_envs * args.episode_length
-        seconds, self.started = time.perf_counter() - self.started, time.perf_counter()
-        self.seconds += seconds
-        values = summary(labels)
-        earned = values["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
-        if random or earned > self.best_return:  # a policy that has not acted is better than none
-            self.best_return = -math.inf if random else earned
-            self.save("best.pt", policy=policy)
-        scalars = {f"charts/{name}": value for name, value in values.items()} | losses
-        for name, value in (scalars | {"charts/SPS": (self.step - before) / seconds}).items():
-            self.writer.add_scalar(name, value, self.step)
-        self.bar.update(min(self.step, args.total_timesteps) - self.bar.n)
-        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
-        if before == 0 or before // args.checkpoint_every < self.step // args.checkpoint_every:
-            frames = pictures(states[1:, :1], labels[:, :1, 0], 8, args)[0]
-            self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
-            self.writer.flush()
-            self.save("checkpoint.pt", **self.parts)
-
-    def finish(self) -> float:
-        """After the loop: save, and end here if it was stopped -> steps per second."""
+    def finish(self) -> None:
+        """After the loop, which ends the program if it was stopped."""
         self.bar.close()
         self.writer.close()
-        self.save("checkpoint.pt", **self.parts)
         if self.stopped:
+            self.save("checkpoint.pt", **self.parts)
             print(f"stopped at step {self.step}, nothing lost; go on with: python {SCRIPT}.py --resume {self.args.run_dir}")
             sys.exit(128 + self.stopped)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
-        return self.step / self.seconds
 
 
 def read_settings() -> tuple[Args, dict | None]:
@@ -420,10 +413,9 @@ def read_settings() -> tuple[Args, dict | None]:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least} and less than 2^40, not {value}")
         if type(value) is float and name != "temperature" and not 0 <= value <= 1:
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {value}")
-    gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
-    args.device = args.device or (gpus or ["cpu"])[0]
-    if args.device not in ["cpu", *gpus]:
-        raise UsageError(f"no device {args.device} here: there is {', '.join(['cpu', *gpus])}")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("PyTorch sees no CUDA GPU here: leave out --device cuda")
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
@@ -436,11 +428,13 @@ def main() -> None:
     labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
     print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir}")
-    speed = {} if args.evaluate else {"steps_per_second": train(args, checkpoint, labeller)}
+    if not args.evaluate:
+        train(args, checkpoint, labeller)
     path = args.evaluate or f"{args.run_dir}/best.pt"
     policy = QNetwork()
     policy.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["policy"])
-    evaluate(policy, labeller, args, f"{path[:-3]}_evaluation" if args.evaluate else f"{args.run_dir}/result", **speed)
+    path = f"{path[:-3]}_evaluation" if args.evaluate else f"{args.run_dir}/result"
+    write_result(path, *evaluate(policy, args.episodes, labeller, args), args)
 
 
 if __name__ == "__main__":
@@ -450,9 +444,5 @@ if __name__ == "__main__":
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(
-            "interrupted; a training that had begun goes on from its last checkpoint with --resume",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr, flush=True)
         os._exit(130)  # sys.exit would wait until the threads have labelled what they were given

@@ -56,9 +56,7 @@ class Args:
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal under the sky, or as Gymnasium draws it
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, in front of the robot, or Gymnasium's, which follows it
     supersample: int = 1  # N: N x N samples a pixel of what CLIP sees (pictures and video: always 2)
-    clip_model: str | None = (
-        None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny (default: CUDA: bigG, else tiny)
-    )
+    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny (default: tiny; CUDA: bigG)
     clip_batch_size: int = 128  # frames drawn and scored at once
     precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where there are instructions for it)
     ray_workers: int = 0  # labellers beside this process, on the Ray cluster that RAY_ADDRESS names or on this machine
@@ -67,30 +65,32 @@ class Args:
     """the paper's values, below in brackets, the full observation, and none of what was added: normalized observations and rewards,
     layer normalization, a falling learning rate, fewer updates of the actor, and its running mean acting"""
     seed: int = 1  # of the weights, the start states and the exploration
-    device: str | None = None  # cpu or cuda (default: cuda where there is one)
-    total_timesteps: int = 256_000  # in all environments together, in whole rounds (10,000,000, the model new to the scene)
-    num_envs: int = 32  # environments side by side
+    device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
+    total_timesteps: int = 128_000  # of all environments, in whole rounds (10,000,000, with a model new to the scene)
+    num_envs: int = 16  # environments side by side (32)
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
-    gradient_steps: int = 300  # updates per round (100)
+    gradient_steps: int = 150  # updates per round (100)
     learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (50,000)
     learning_rate: float = 6e-4  # of Adam, for actor, critics and entropy coefficient
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.95  # discount factor
+    n_step: int = 3  # steps whose rewards are summed up before the critics' value of the state that they lead to (1)
     tau: float = 0.005  # share of the critics that their targets take over at each update, and of the actor that its mean does
     batch_size: int = 256  # transitions per update (512)
-    ent_coef: float = (
-        0.03  # weight of the policy's entropy at first; tuned to keep the entropy at -17, minus one per action (1.0)
-    )
+    ent_coef: float = 0.03  # weight of the entropy at first; tuned to keep the entropy at -17, minus one per action (1.0)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 64_000  # steps between two checkpoints
+    checkpoint_every: int = 32_000  # steps between two checkpoints, each evaluated (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, exactly and with its own settings
     evaluate: str | None = None  # only evaluate this checkpoint (with --episodes, --seed, --device) and make its video
     track: bool = False  # log to Weights & Biases as well (WANDB_PROJECT names the project there)
 
 
-PAPER = {"total_timesteps": 10_000_000, "gradient_steps": 100, "learning_starts": 50_000, "batch_size": 512, "ent_coef": 1.0}
+PAPER = {
+    "total_timesteps": 10_000_000, "gradient_steps": 100, "learning_starts": 50_000, "n_step": 1, "batch_size": 512,
+    "num_envs": 32, "ent_coef": 1.0, "checkpoint_every": 64_000,
+}  # fmt: skip
 
 # ---- Environment
 
@@ -251,9 +251,7 @@ class ReplayBuffer(nn.Module):
         super().__init__()
         steps, num_envs = args.episode_length, args.num_envs
         rounds = math.ceil(min(args.buffer_size, args.total_timesteps) / (steps * num_envs))
-        self.register_buffer(
-            "states", torch.zeros(rounds, steps + 1, num_envs, state_size)
-        )  # before step t: t; after it: t + 1
+        self.register_buffer("states", torch.zeros(rounds, steps + 1, num_envs, state_size))  # step t leads from t to t + 1
         self.register_buffer("actions", torch.zeros(rounds, steps, num_envs, ACTION_SIZE))
         self.register_buffer("rewards", torch.zeros(rounds, steps, num_envs))
 
@@ -262,12 +260,14 @@ class ReplayBuffer(nn.Module):
         place = number % len(self.rewards)  # the oldest round goes
         self.states[place], self.actions[place], self.rewards[place] = states, actions, rewards
 
-    def sample(self, batch_size: int, rounds: int) -> tuple[torch.Tensor, ...]:
-        """Transitions of the `rounds` so far, uniformly -> states, next states (N, S), actions (N, 17), rewards (N,)."""
+    def sample(self, batch_size: int, n_step: int, rounds: int) -> tuple[torch.Tensor, ...]:
+        """Of the `rounds` so far, uniformly -> states (N, S), states n_step later, actions (N, 17), rewards between (n_step, N)."""
         kept, steps, num_envs = self.rewards.shape
-        i = torch.randint(min(rounds, kept) * steps * num_envs, (batch_size,), device=self.rewards.device)
-        place, t, n = i // (steps * num_envs), i // num_envs % steps, i % num_envs
-        return self.states[place, t, n], self.states[place, t + 1, n], self.actions[place, t, n], self.rewards[place, t, n]
+        starts = steps - n_step + 1  # nothing reaches beyond the end of an episode
+        i = torch.randint(min(rounds, kept) * starts * num_envs, (batch_size,), device=self.rewards.device)
+        place, t, n = i // (starts * num_envs), i // num_envs % starts, i % num_envs
+        rewards = torch.stack([self.rewards[place, t + k, n] for k in range(n_step)])
+        return self.states[place, t, n], self.states[place, t + n_step, n], self.actions[place, t, n], rewards
 
 
 # ---- Networks and update
@@ -360,12 +360,12 @@ class SAC(nn.Module):
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, args: Args) -> dict[str, torch.Tensor]:
     """One update by a batch of transitions -> what to log."""
     states, next_states, actions, rewards = batch
-    obs, next_obs, rewards = sac.obs_norm(states[:, 2:]), sac.obs_norm(next_states[:, 2:]), sac.reward_norm(rewards)
-    ent_coef = sac.log_ent_coef.detach().exp()
+    obs, next_obs, ent_coef = sac.obs_norm(states[:, 2:]), sac.obs_norm(next_states[:, 2:]), sac.log_ent_coef.detach().exp()
+    n_step_return = sum(args.gamma**k * sac.reward_norm(reward) for k, reward in enumerate(rewards))
     with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
         next_q = torch.min(sac.qf1_target(next_obs, next_actions), sac.qf2_target(next_obs, next_actions))
-        td_target = rewards + args.gamma * (next_q - ent_coef * next_log_prob)
+        td_target = n_step_return + args.gamma**args.n_step * (next_q - ent_coef * next_log_prob)
     q_values = sac.qf1(obs, actions)
     qf_loss = F.mse_loss(q_values, td_target) + F.mse_loss(sac.qf2(obs, actions), td_target)
     optimizers["q_optimizer"].zero_grad()
@@ -413,14 +413,14 @@ def rollout(
     return torch.stack(states), torch.stack(actions)
 
 
-def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
-    """The paper's Algorithm 1, a round at a time, all chance in a round coming from its number -> steps per second."""
+def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
+    """The paper's Algorithm 1, a round at a time; all chance in a round comes from its number."""
     device, envs = torch.device(args.device), make_envs(args.num_envs, args)
     state_size = envs.single_observation_space.shape[0]
     torch.manual_seed(args.seed)
     sac, rb = SAC(state_size, args).to(device), ReplayBuffer(state_size, args).to(device)
     optimizers = sac.optimizers(args.learning_rate)
-    run = Run(args, checkpoint, policy=sac.policy, sac=sac, rb=rb, **optimizers)  # files, curves, Ctrl-C
+    run = Run(args, checkpoint, labeller, policy=sac.policy, sac=sac, rb=rb, **optimizers)
 
     while run.step < args.total_timesteps and not run.stopped:
         number, random = run.step // (args.num_envs * args.episode_length), run.step < args.learning_starts
@@ -438,7 +438,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
         losses = {}
         for update in range(0 if random or number == 0 else args.gradient_steps):
             update_actor = args.paper or update % 2 == 0
-            losses |= sac_update(sac, optimizers, rb.sample(args.batch_size, number), update_actor, args)
+            losses |= sac_update(sac, optimizers, rb.sample(args.batch_size, args.n_step, number), update_actor, args)
 
         # ---- Label: the frame after each step, drawn and scored with CLIP (Definition 1). Then the round enters the buffer.
         states, actions = playing.result()
@@ -449,9 +449,9 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> float:
             sac.reward_norm.update(labels[:, :, :1].flatten(0, 1).to(device))
 
         # ---- Report.
-        run.report(policy, random, states, labels, losses)
+        run.report(labels, losses)
 
-    return run.finish()
+    run.finish()
 
 
 # ==== Nothing below belongs to the method: success, evaluation, pictures, files, and checks of the settings.
@@ -584,18 +584,22 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
 
 
-def evaluate(policy: nn.Module, labeller: Labeller, args: Args, path: str, **more: float) -> None:
-    """Play `args.episodes` episodes without exploration; print, and write path.json, .png (frames of four) and .mp4 (three)."""
-    seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()  # start states that no training sees
-    states, _ = rollout(policy, 0.0, make_envs(args.episodes, args), labeller, seed, args)
-    labels = labeller.result(f"score {args.episodes} episodes").view(args.episode_length, args.episodes, 2)
-    metrics = summary(labels) | more
+def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Play without exploration, from start states that no training sees -> states (T, N, S), labels (T, N, 2)."""
+    seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()
+    states, _ = rollout(deepcopy(policy).cpu(), 0.0, make_envs(episodes, args), labeller, seed, args)
+    return states[1:], labeller.result(f"score {episodes} episodes").view(args.episode_length, episodes, 2)
+
+
+def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
+    """Print what an evaluation gave, and write path.json, .png (frames of four episodes) and .mp4 (three)."""
+    metrics = summary(labels)
     for name, value in metrics.items():
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium", "mujoco", "mujoco_warp")}
     result = metrics | {"settings": asdict(args), "versions": versions}
-    video = np.concatenate(pictures(states[1:, :3], labels[:, :3, 0], len(labels), args))
-    rows = np.concatenate(pictures(states[1:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
+    video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
+    rows = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=30))
     save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(rows, axis=1), extension=".png"))
     save(f"{path}.json", json.dumps(result, indent=2).encode())
@@ -606,17 +610,15 @@ def save(path: str, content: bytes | dict) -> None:
     """Write a file whole or not at all: a kill at any moment leaves the old one."""
     with open(f"{path}.tmp", "wb") as file:
         file.write(content) if isinstance(content, bytes) else torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
 
 
 class Run:
     """A training's folder: curves, the best policy, and checkpoints of `parts`, all that the rest of the training depends on."""
 
-    def __init__(self, args: Args, checkpoint: dict | None, **parts):
-        self.args, self.parts, self.stopped = args, parts, 0
-        self.step, self.best_return, self.seconds = checkpoint["progress"] if checkpoint else (0, -math.inf, 0.0)
+    def __init__(self, args: Args, checkpoint: dict | None, labeller: Labeller, **parts):
+        self.args, self.labeller, self.parts, self.stopped = args, labeller, parts, 0
+        self.step, self.best_return = checkpoint["progress"] if checkpoint else (0, -math.inf)
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
         os.makedirs(args.run_dir, exist_ok=True)
@@ -638,43 +640,49 @@ class Run:
         signal.signal(number, signal.default_int_handler)
         os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
+    def report(self, labels: torch.Tensor, losses: dict) -> None:
+        """The end of a round: curves, progress bar and, when it is time, a checkpoint."""
+        before, now = self.step, time.perf_counter()
+        self.step += labels[:, :, 0].numel()
+        values = summary(labels)
+        scalars = {f"charts/{name}": value for name, value in values.items()} | losses
+        scalars["charts/SPS"], self.started = (self.step - before) / (now - self.started), now
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.step)
+        every, total = self.args.checkpoint_every, self.args.total_timesteps
+        self.bar.update(min(self.step, total) - self.bar.n)
+        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
+        if before // every < self.step // every or self.step >= total:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Evaluate the policy as it is now, keep it if no checkpoint earned more (as the paper chooses), and save all parts."""
+        states, labels = evaluate(self.parts["policy"], self.args.num_envs, self.labeller, self.args)
+        values = summary(labels)
+        for name, value in values.items():
+            self.writer.add_scalar(f"evaluation/{name}", value, self.step)
+        frames = pictures(states[:, :1], labels[:, :1, 0], 8, self.args)[0]
+        self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
+        self.writer.flush()
+        if values["clip_return"] > self.best_return:
+            self.best_return = values["clip_return"]
+            self.save("best.pt", policy=self.parts["policy"])
+        self.save("checkpoint.pt", **self.parts)
+
     def save(self, name: str, **parts) -> None:
-        content = {"settings": asdict(self.args), "progress": (self.step, self.best_return, self.seconds)}
+        content = {"settings": asdict(self.args), "progress": (self.step, self.best_return)}
         save(f"{self.args.run_dir}/{name}", content | {name: part.state_dict() for name, part in parts.items()})
 
-    def report(self, policy: nn.Module, random: bool, states: torch.Tensor, labels: torch.Tensor, losses: dict) -> None:
-        """The end of a round: curves, progress bar, best policy and, when it is time, a picture and a checkpoint."""
-        args, before = self.args, self.step
-        self.step += args.num_envs * args.episode_length
-        seconds, self.started = time.perf_counter() - self.started, time.perf_counter()
-        self.seconds += seconds
-        values = summary(labels)
-        earned = values["clip_return"]
-        if random or earned > self.best_return:  # a policy that has not acted is better than none
-            self.best_return = -math.inf if random else earned
-            self.save("best.pt", policy=policy)
-        scalars = {f"charts/{name}": value for name, value in values.items()} | losses
-        for name, value in (scalars | {"charts/SPS": (self.step - before) / seconds}).items():
-            self.writer.add_scalar(name, value, self.step)
-        self.bar.update(min(self.step, args.total_timesteps) - self.bar.n)
-        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
-        if before == 0 or before // args.checkpoint_every < self.step // args.checkpoint_every:
-            frames = pictures(states[1:, :1], labels[:, :1, 0], 8, args)[0]
-            self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
-            self.writer.flush()
-            self.save("checkpoint.pt", **self.parts)
-
-    def finish(self) -> float:
-        """After the loop: save, and end here if it was stopped -> steps per second."""
+    def finish(self) -> None:
+        """After the loop, which ends the program if it was stopped."""
         self.bar.close()
         self.writer.close()
-        self.save("checkpoint.pt", **self.parts)
         if self.stopped:
+            self.save("checkpoint.pt", **self.parts)
             print(f"stopped at step {self.step}, nothing lost; go on with: python {SCRIPT}.py --resume {self.args.run_dir}")
             sys.exit(128 + self.stopped)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
-        return self.step / self.seconds
 
 
 def read_settings() -> tuple[Args, dict | None]:
@@ -702,16 +710,17 @@ def read_settings() -> tuple[Args, dict | None]:
         raise UsageError(f"no task {args.task}: there are {', '.join(TASKS)}")
     args.prompt = args.prompt or (TASKS[args.task or "kneeling"][0],)
     args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
+    if args.n_step > args.episode_length:
+        raise UsageError(f"--n-step {args.n_step} is more than the {args.episode_length} steps of an episode")
     for name, value in asdict(args).items():
         least = 0 if name in ("seed", "learning_starts", "ray_workers") else 1
         if type(value) is int and not least <= value < 2**40:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least} and less than 2^40, not {value}")
         if type(value) is float and name != "temperature" and not 0 <= value <= 1:
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {value}")
-    gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
-    args.device = args.device or (gpus or ["cpu"])[0]
-    if args.device not in ["cpu", *gpus]:
-        raise UsageError(f"no device {args.device} here: there is {', '.join(['cpu', *gpus])}")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("PyTorch sees no CUDA GPU here: leave out --device cuda")
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
@@ -724,11 +733,13 @@ def main() -> None:
     labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
     print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir}; task {args.task or 'unknown, without a success rate'}")
-    speed = {} if args.evaluate else {"steps_per_second": train(args, checkpoint, labeller)}
+    if not args.evaluate:
+        train(args, checkpoint, labeller)
     path = args.evaluate or f"{args.run_dir}/best.pt"
     policy = SAC(make_envs(1, args).single_observation_space.shape[0], args).policy
     policy.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["policy"])
-    evaluate(policy, labeller, args, f"{path[:-3]}_evaluation" if args.evaluate else f"{args.run_dir}/result", **speed)
+    path = f"{path[:-3]}_evaluation" if args.evaluate else f"{args.run_dir}/result"
+    write_result(path, *evaluate(policy, args.episodes, labeller, args), args)
 
 
 if __name__ == "__main__":
@@ -738,9 +749,5 @@ if __name__ == "__main__":
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(
-            "interrupted; a training that had begun goes on from its last checkpoint with --resume",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr, flush=True)
         os._exit(130)  # sys.exit would wait until the threads have labelled what they were given

@@ -93,7 +93,7 @@ def parts(script: ModuleType, settings) -> tuple:
         optimizer = torch.optim.Adam(policy.parameters(), settings.learning_rate, fused=True)
         learn = [policy, target, optimizer]
         envs = script.CartPole(settings.num_envs)
-        return envs, policy, rb, lambda k: script.dqn_update(*learn, rb.sample(settings.batch_size, 1), settings.gamma)
+        return envs, policy, rb, lambda k: script.dqn_update(*learn, rb.sample(settings.batch_size, 1), settings)
     if script.SCRIPT == "sac_clip_mountaincar":
         envs, rb, sac = script.MountainCar(settings.num_envs), script.ReplayBuffer(settings), script.SAC()
     else:
@@ -104,8 +104,11 @@ def parts(script: ModuleType, settings) -> tuple:
     optimizers = sac.optimizers(settings.learning_rate)
 
     def update(k: int) -> None:
-        actor = (k % 2 == 0,) if script.SCRIPT == "sac_clip_humanoid" else ()  # the humanoid's learns by every second update
-        script.sac_update(sac, optimizers, rb.sample(settings.batch_size, 1), *actor, settings)
+        if script.SCRIPT == "sac_clip_humanoid":  # its actor learns by every second update
+            batch = rb.sample(settings.batch_size, settings.n_step, 1)
+            script.sac_update(sac, optimizers, batch, k % 2 == 0, settings)
+        else:
+            script.sac_update(sac, optimizers, rb.sample(settings.batch_size, 1), settings)
 
     return envs, sac.policy, rb, update
 

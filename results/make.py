@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import harmonic_mean, mean
 
 import matplotlib
 
@@ -219,7 +219,8 @@ def store(name: str, run_dir: Path, output: Path) -> dict:
         for points in zip(*(events.Scalars(f"charts/{tag}") for tag in tags))
     ]
     row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
-    row |= {"steps_per_second": f"{result['steps_per_second']:.0f}", "episodes": settings["episodes"]}
+    speed = harmonic_mean([point.value for point in events.Scalars("charts/SPS")])
+    row |= {"steps_per_second": f"{speed:.0f}", "episodes": settings["episodes"]}
     row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
     row |= {
         "clip_model": settings["clip_model"].rpartition("/")[2]

@@ -200,7 +200,6 @@ def outcome(folder: Path) -> tuple[dict, dict]:
     result = json.loads((folder / "run" / "result.json").read_text())
     for name in ("ray_workers", "run_dir"):
         del result["settings"][name]
-    del result["steps_per_second"]
     return result, torch.load(folder / "run" / "checkpoint.pt", weights_only=True)["policy"]
 
 

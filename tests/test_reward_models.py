@@ -171,7 +171,7 @@ def fake_run(
     for number, of_round in enumerate(played):
         states[number % 8] = of_round
     settings = {"prompt": ("an upright pole",), "baseline_prompt": ("a pole",)} | settings
-    content = {"settings": asdict(script.Args(**settings)), "progress": (rounds * 10, 0.0, 1.0)}
+    content = {"settings": asdict(script.Args(**settings)), "progress": (rounds * 10, 0.0)}
     folder.mkdir(parents=True)
     torch.save(content | {"rb": {"states": states, "rewards": torch.zeros(8, 5, 2)}}, folder / "checkpoint.pt")
     return played[-8:, 1:].flatten(0, 2)

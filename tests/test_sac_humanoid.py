@@ -304,14 +304,14 @@ def test_normalize_has_seen_it_all():
 @pytest.mark.parametrize("paper", [False, True])
 def test_one_update_is_sacs(paper):
     """Calculated again: critics, actor, entropy coefficient (their gradients), and what follows them."""
-    args = Args(paper=paper, ent_coef=0.3)
+    args = Args(paper=paper, ent_coef=0.3, n_step=1 if paper else 3)
     torch.manual_seed(0)
     sac = SAC(47, args)
     for critic in (sac.qf1_target, sac.qf2_target, sac.mean_actor):  # somewhere else than what they follow
         for weight in critic.parameters():
             weight.data += 0.02 * torch.randn_like(weight)
     states, next_states = (torch.randn(16, 47) * torch.linspace(0.1, 5, 47) + 1 for _ in range(2))
-    actions, rewards = torch.rand(16, 17) * 2 - 1, 0.3 + 0.01 * torch.randn(16)
+    actions, rewards = torch.rand(16, 17) * 2 - 1, 0.3 + 0.01 * torch.randn(args.n_step, 16)
     batch, optimizers = (states, next_states, actions, rewards), sac.optimizers(0.01)
     if not paper:
         sac.obs_norm.update(torch.randn(100, 45) * torch.linspace(0.1, 5, 45))
@@ -340,7 +340,9 @@ def test_one_update_is_sacs(paper):
         next_actions = (mean + log_std.exp() * noise[0]).tanh()
         next_log_prob = density(mean, log_std).log_prob(next_actions).sum(1)
         next_q = torch.minimum(before.qf1_target(next_obs, next_actions), before.qf2_target(next_obs, next_actions))
-        td_target = rewards + 0.95 * (next_q - 0.3 * next_log_prob)
+        td_target = rewards[0] + 0.95 * (next_q - 0.3 * next_log_prob)
+        if not paper:
+            td_target = rewards[0] + 0.95 * rewards[1] + 0.95**2 * rewards[2] + 0.95**3 * (next_q - 0.3 * next_log_prob)
     qf_loss = sum((critic(obs, actions) - td_target).square().mean() for critic in (before.qf1, before.qf2))
     torch.testing.assert_close(losses["losses/qf_loss"], qf_loss.detach(), rtol=1e-3, atol=1e-5)
     critics = ([*now.qf1.parameters(), *now.qf2.parameters()] for now in (sac, before))
@@ -375,6 +377,7 @@ def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeyp
     args, _ = sac_clip_humanoid.read_settings()
     assert (args.gamma, args.learning_rate, args.batch_size, args.tau) == (0.95, 6e-4, 512, 0.01)
     assert args.num_envs * args.episode_length == 32 * args.gradient_steps == 3200 and args.learning_starts == 50_000
+    assert args.n_step == 1 and args.checkpoint_every == 64_000
     assert (args.total_timesteps, args.episode_length, args.ent_coef) == (10_000_000, 100, 1) and args.paper
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--batch-size", "64", "--ent-coef=0.5", "--total-timesteps", "256000"])
     args, _ = sac_clip_humanoid.read_settings()
@@ -420,3 +423,16 @@ def test_without_paper_things_are_normalized_and_fall(tmp_path):
     assert (checkpoint["rb"]["rewards"].mean() - sac["reward_norm.mean"]).abs() < 2 * sac["reward_norm.var"].sqrt()
     names = {"0": "obs_norm", "1": "mean_actor"}
     assert all(torch.equal(value, sac[names[key[0]] + key[1:]]) for key, value in checkpoint["policy"].items())
+
+
+def test_transitions_of_several_steps_stay_within_an_episode():
+    """In round k step t of environment n has the state 100 k + 10 t + n and it as reward."""
+    rb = sac_clip_humanoid.ReplayBuffer(177, Args(episode_length=5, num_envs=3, total_timesteps=30))
+    for number in range(2):
+        values = 100.0 * number + 10 * torch.arange(6.0)[:, None] + torch.arange(3.0)
+        rb.add(number, values[..., None].expand(-1, -1, 177), values[:-1, :, None].expand(-1, -1, 17), values[:-1])
+    states, next_states, actions, rewards = rb.sample(2000, 3, 2)
+    first = states[:, 0]
+    assert set(first.tolist()) == {100 * k + 10 * t + n for k in range(2) for t in range(3) for n in range(3)}
+    assert torch.equal(next_states[:, 0], first + 30) and torch.equal(actions[:, 0], first)
+    assert torch.equal(rewards, torch.stack([first, first + 10, first + 20]))

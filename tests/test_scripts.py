@@ -70,7 +70,6 @@ def run(script: str, *arguments, folder: Path, **env: str) -> str:
 
 def result(run_dir: Path) -> dict:
     figures = json.loads((run_dir / "result.json").read_text())
-    assert figures.pop("steps_per_second") > 0
     for name in ("run_dir", "resume"):
         figures["settings"].pop(name)
     return figures
@@ -94,7 +93,7 @@ def same_run(a: Path, b: Path) -> None:
     assert result(a) == result(b) and curve(a) == curve(b)
     for name in ("best.pt", "checkpoint.pt"):
         one, other = load(a / name), load(b / name)
-        assert one["progress"][:2] == other["progress"][:2]
+        assert one["progress"] == other["progress"]
         for part in one.keys() - {"settings", "progress"}:
             if not part.endswith("optimizer"):
                 assert all(torch.equal(value, other[part][key]) for key, value in one[part].items()), (name, part)
@@ -140,6 +139,7 @@ def test_replay_buffer_keeps_the_newest_rounds_and_pairs_each_state_with_the_nex
     """In round k step t of environment n has the state 1000 k + 10 t + n, that number modulo 2 as action, and it by ten as reward."""
     rb = make_buffer(script, 5, 3, 4)
     t, n = torch.arange(6.0)[:, None], torch.arange(3.0)
+    sizes = (3000, 1) if script == "sac_clip_humanoid" else (3000,)
     for number in range(7):
         values = 1000 * number + 10 * t + n  # (T + 1, N)
         fill = [values, values[:-1] % 2, 10 * values[:-1]]
@@ -147,7 +147,8 @@ def test_replay_buffer_keeps_the_newest_rounds_and_pairs_each_state_with_the_nex
         fill = [value.view(*value.shape, *[1] * (len(shape) - 2)).expand(shape) for value, shape in zip(fill, shapes)]
         rb.add(number, *fill)
         torch.manual_seed(0)
-        obs, next_obs, actions, rewards = rb.sample(3000, number + 1)
+        obs, next_obs, actions, rewards = rb.sample(*sizes, number + 1)
+        rewards = rewards[0] if rewards.dim() == 2 else rewards  # the humanoid's: one step's only
         numbers = obs[:, 0]
         newest = {1000 * k + 10 * a + b for k in range(max(0, number - 3), number + 1) for a in range(5) for b in range(3)}
         assert set(numbers.int().tolist()) == newest
@@ -160,7 +161,7 @@ def test_replay_buffer_keeps_the_newest_rounds_and_pairs_each_state_with_the_nex
         file.seek(0)
         loaded.load_state_dict(torch.load(file, weights_only=True))
         torch.manual_seed(0)
-        assert torch.equal(loaded.sample(3000, number + 1)[0], obs)
+        assert torch.equal(loaded.sample(*sizes, number + 1)[0], obs)
         rb = loaded  # it is the one that goes on
 
 
@@ -179,7 +180,7 @@ def test_one_update_is_dqns():
     before = [p.clone() for p in q_network.parameters()]
     target = [p.clone() for p in target_network.parameters()]
     optimizer = torch.optim.SGD(q_network.parameters(), lr=0.1)
-    losses = dqn_clip_cartpole.dqn_update(q_network, target_network, optimizer, batch, 0.9)
+    losses = dqn_clip_cartpole.dqn_update(q_network, target_network, optimizer, batch, dqn_clip_cartpole.Args(gamma=0.9))
     assert losses["losses/td_loss"].item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-4)
     for new, old, gradient in zip(q_network.parameters(), before, gradients):
         torch.testing.assert_close(new, old - 0.1 * gradient * min(1, 10 / norm), rtol=1e-3, atol=1e-6)
@@ -273,10 +274,10 @@ def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(s
             super().add(number, *values)
             added.append(number)
 
-        def sample(self, batch_size, rounds):
-            assert rounds == len(added)
-            sampled.append(rounds)
-            return super().sample(batch_size, rounds)
+        def sample(self, *sizes_and_rounds):
+            assert sizes_and_rounds[-1] == len(added)
+            sampled.append(len(added))
+            return super().sample(*sizes_and_rounds)
 
     monkeypatch.setattr(module, "ReplayBuffer", Spy)
     for pool in (AtOnce, AtLast, ThreadPoolExecutor):
@@ -376,12 +377,13 @@ def test_a_run_leaves_what_it_promises(unbroken):
     scalars = set(events.Tags()["scalars"])
     assert {"charts/clip_return", "charts/ground_truth_return", "charts/success_rate", "charts/SPS"} <= scalars
     assert any(name.startswith("losses/") for name in scalars)
-    assert [event.step for event in events.Images("frames")][:4] == [120, 240, 480, 720]
+    assert [event.step for event in events.Images("frames")][:3] == [240, 480, 720]
     assert "settings/text_summary" in events.Tags()["tensors"]
-    best = max(event.value for event in events.Scalars("charts/clip_return") if event.step > 420)  # not of random actions
-    assert load(run_dir / "checkpoint.pt")["progress"][1] == pytest.approx(best, rel=1e-6)
-    number = next(k for k, (_, value) in enumerate(curve(run_dir)) if value == pytest.approx(best, rel=1e-6))
-    assert load(run_dir / "best.pt")["progress"][0] == 120 * (number + 1)
+    evaluations = events.Scalars("evaluation/clip_return")
+    assert [event.step for event in evaluations] == list(range(240, 6001, 240))
+    best = max(evaluations, key=lambda event: event.value)
+    step, best_return = load(run_dir / "best.pt")["progress"]
+    assert step == best.step and best_return == pytest.approx(best.value, rel=1e-6)
 
 
 def test_the_buffer_holds_the_last_rounds_and_clips_rewards_of_the_states_after_the_steps(unbroken, one_thread):
@@ -432,8 +434,8 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path, number):
     script, whole = unbroken
-    process = start(script, *SHORT, "--checkpoint-every", 1000000, "--run-dir", "run", folder=tmp_path)
-    while not (tmp_path / "run" / "best.pt").exists():  # the end of the first round
+    process = start(script, *SHORT, "--run-dir", "run", folder=tmp_path)
+    while not (tmp_path / "run" / "best.pt").exists():  # the end of the second round
         time.sleep(0.002)
         assert process.poll() is None, process.communicate()
     process.send_signal(number)
@@ -443,8 +445,7 @@ def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path,
     assert 0 < step_of(tmp_path / "run") < 6000
     if number == signal.SIGINT:
         run(script, "--resume", "run", folder=tmp_path)
-        again, once = result(tmp_path / "run"), result(whole)
-        assert {k: again[k] for k in once if k != "settings"} == {k: once[k] for k in once if k != "settings"}
+        same_run(whole, tmp_path / "run")
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path):
@@ -515,9 +516,8 @@ BAD = [
     ("--prompt ''", "prompt is empty"),
     ("--baseline-prompt ' '", "prompt is empty"),
     ("--prompt '" + "upright " * 40 + "'", "too long for this model"),
-    ("--device cuda", "no device cuda"),
-    ("--device toaster", "no device toaster"),
-    ("--device cpu:3", "no device cpu:3"),
+    ("--device cuda", "no CUDA GPU"),
+    ("--device cpu:3", "cpu:3"),
     ("--num-envs 0", "--num-envs must be at least 1"),
     ("--total-timesteps -5", "--total-timesteps must be at least 1"),
     ("--clip-batch-size 0", "--clip-batch-size must be at least 1"),
@@ -566,7 +566,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, expected, unbroken,
     message = err if stopped.type is SystemExit else str(stopped.value)
     assert expected.replace("SCRIPT", script) in message
     if stopped.type is SystemExit:  # tyro's own, which frames its errors
-        assert stopped.value.code == 2 and expected in ("x", "no-such-flag", "fp64")
+        assert stopped.value.code == 2 and expected in ("x", "no-such-flag", "fp64", "cpu:3")
     else:
         assert "\n" not in message and "Traceback" not in err
     assert sorted(tmp_path.rglob("*")) == left
