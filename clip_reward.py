@@ -202,7 +202,7 @@ class Labeller:
         self.batch_size, self.rest = args.clip_batch_size, None
         self.batches, self.tasks, self.labels = deque(), [], {}  # batches that nobody has begun, with their numbers
 
-    def submit(self, states: torch.Tensor, last: bool = False) -> None:
+    def add(self, states: torch.Tensor, last: bool = False) -> None:
         """Take in states (N, …); a batch begins when it is full and more come, or when these are the last."""
         states = states if self.rest is None else torch.cat([self.rest, states])
         *full, self.rest = states.split(self.batch_size)
@@ -230,7 +230,7 @@ class Labeller:
 
     def result(self, show: str | None = None) -> torch.Tensor:
         """-> labels (N, 2) of all states since the last result, in their order; `show` names a progress bar."""
-        self.submit(self.rest[:0], last=True)
+        self.add(self.rest[:0], last=True)
         for task in tqdm(self.tasks, desc=show, leave=False, disable=not show):
             self.label_next()  # this thread helps
             task.result()

@@ -60,7 +60,7 @@ class Args:
     learning_rate: float = 5e-4  # of Adam (paper: 2.3e-3)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.99  # discount factor
-    target_network_frequency: int = 200  # updates between two renewals of the target network (paper: every 10,000 steps)
+    target_network_frequency: int = 200  # updates between two renewals of the target network (paper: 625, or 10,000 steps)
     batch_size: int = 128  # transitions per update (paper: Stable-Baselines3's default, 32)
     end_e: float = 0.05  # share of random actions at the end; it falls from 1, round by round ...
     exploration_fraction: float = 0.1  # ... in this share of the steps
@@ -82,13 +82,13 @@ STATE_SIZE, NUM_ACTIONS = 4, 2  # the state is what is observed
 class CartPole(CartPoleVectorEnv):
     """Gymnasium's CartPole-v1, many side by side, but no episode ends early, as in the paper: that would tell what the task is.
 
-    A state is (position x in m, its speed in m/s, pole angle θ in rad, its speed in rad/s); θ = 0 is upright, θ > 0 to the right.
-    θ is wrapped to [-π, π], and x clipped to ±2.4 m so that the cart stays in view. Nothing resets itself.
+    A state is (position x in m, its velocity in m/s, pole angle θ in rad, its velocity in rad/s); θ = 0 is upright, θ > 0 to the right.
+    θ is wrapped to [-π, π), and x clipped to ±2.4 m so that the cart stays in view. Nothing resets itself.
     """
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         _, rewards, terminations, truncations, infos = super().step(actions)
-        self.prev_done[:] = terminations[:] = truncations[:] = False
+        self.prev_done[:] = terminations[:] = truncations[:] = False  # or the next step would reset them
         self.state[0] = self.state[0].clip(-X_LIMIT, X_LIMIT)
         self.state[2] = (self.state[2] + math.pi) % (2 * math.pi) - math.pi
         return self.state.T.astype(np.float32), rewards, terminations, truncations, infos
@@ -106,28 +106,29 @@ def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) ->
 
 
 def draw(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """States (N, 4) -> frames (N, 3, height, width) uint8 on the same device: the scene squashed to that size."""
+    """States (N, 4) -> frames (N, 3, height, width) uint8: Gymnasium's, squashed to that size, but batched and on the states' device."""
     x, theta = states[:, 0, None, None].float(), states[:, 2, None, None].float()  # (N, 1, 1)
     pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
-    columns = (torch.arange(width, device=states.device) + 0.5) * pixel_x - 0.5  # a pixel's centre is an integer there
+    columns = (torch.arange(width, device=states.device) + 0.5) * pixel_x - 0.5  # in Gymnasium's pixels
     rows = SCREEN_HEIGHT - 0.5 - (torch.arange(height, device=states.device) + 0.5) * pixel_y
-    top = int((SCREEN_HEIGHT - 230) / pixel_y)  # above, all is white wherever the pole points
-    dx, dy = columns - (125 * x + 300), rows[top:, None] - 107.5  # from the axle: (N, 1, width), (height - top, 1)
+    top = int((SCREEN_HEIGHT - 230) / pixel_y)  # the rows above are white: the pole's tip reaches y = 228
+    dx, dy = columns - (125 * x + 300), rows[top:, None] - 107.5  # from the axle, to the right and up
 
-    # Coverage of each pixel by each part; the sizes are Gymnasium's plus the half pixel that its polygon filling adds.
+    # Share of each pixel that a part covers; the sizes are Gymnasium's plus the half pixel that its polygon filling adds.
     cart = overlap(dx, 25.5, pixel_x) * overlap(dy + 7.5, 15.5, pixel_y)
     track = overlap(dy + 7.5, 0.5, pixel_y)
-    axle = ((5.5 - (dx.square() + dy.square()).sqrt()) / math.sqrt(pixel_x * pixel_y) + 0.5).clamp(0, 1) * (1 - track)
+    axle = ((5.5 - (dx.square() + dy.square()).sqrt()) / math.sqrt(pixel_x * pixel_y) + 0.5).clamp(0, 1)  # one pixel soft
     sin, cos = theta.sin(), theta.cos()
     across, along = cos * dx - sin * dy, sin * dx + cos * dy - 57.5  # in the pole's frame, from its middle
     pixel_across, pixel_along = torch.hypot(cos * pixel_x, sin * pixel_y), torch.hypot(sin * pixel_x, cos * pixel_y)
-    pole = overlap(across, 5.5, pixel_across) * overlap(along, 63, pixel_along) * (1 - track) * (1 - axle)
-    white = (1 - cart) * (1 - track) * (1 - pole - axle)
+    pole = overlap(across, 5.5, pixel_across) * overlap(along, 63, pixel_along)
 
-    shares = torch.stack([white, pole, axle])  # (3 parts, N, height - top, width)
+    # What of it is seen, the track lying over the axle, the axle over the pole, the pole over the cart. Black parts add nothing.
+    white = (1 - track) * (1 - axle) * (1 - pole) * (1 - cart)
+    shares = torch.stack([white, (1 - track) * (1 - axle) * pole, (1 - track) * axle])  # (3 parts, N, height - top, width)
     pixels = torch.einsum("pnhw,pc->nchw", shares, torch.tensor(COLORS, dtype=torch.float32, device=states.device))
     frames = torch.full((len(states), 3, height, width), 255, dtype=torch.uint8, device=states.device)
-    frames[:, :, top:] = pixels.round_().clamp_(0, 255).to(torch.uint8)
+    frames[:, :, top:] = pixels.round().to(torch.uint8)
     return frames
 
 
@@ -135,7 +136,7 @@ class Worker:
     """Draws states and scores the frames with CLIP on one device; the `Labeller` has one for each core or GPU."""
 
     def __init__(self, args: Args, device: torch.device, reward_model: CLIPReward | None = None):
-        self.device, self.reward_model = device, reward_model or CLIPReward(
+        self.reward_model = reward_model or CLIPReward(
             args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size,
             args.precision, args.negative_prompt, args.temperature, args.threshold
         )  # fmt: skip
@@ -143,8 +144,8 @@ class Worker:
     @torch.no_grad()
     def label(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 4) -> CLIP rewards and true rewards (N, 2), both on the CPU."""
-        frames = draw(states.to(self.device), *self.reward_model.size)  # (N, 3, height, width) uint8, never stored
-        rewards = self.reward_model(frames)
+        frames = draw(states.to(self.reward_model.device), *self.reward_model.size)  # uint8, never stored
+        rewards = self.reward_model(frames)  # R(s): `goal_baseline_reward` in clip_reward.py
         return torch.stack([rewards.cpu(), ground_truth_reward(states)], dim=1)
 
 
@@ -152,7 +153,7 @@ class Worker:
 
 
 class ReplayBuffer(nn.Module):
-    """The newest rounds, played and labelled, in preallocated tensors; a round is one episode in every environment.
+    """The newest rounds, played and labelled, in preallocated tensors (a Module for its `to` and `state_dict`).
 
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
@@ -209,8 +210,8 @@ def dqn_update(q_network: QNetwork, target_network: QNetwork, optimizer: torch.o
 @torch.no_grad()
 def rollout(policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller, seed: int, args: Args) -> tuple:
     """An episode in each environment, ε-greedily, on the CPU -> states (T + 1, N, 4), actions (T, N)."""
-    rng = np.random.default_rng(seed)
     obs, _ = envs.reset(seed=seed)
+    rng = envs.np_random  # which has drawn the start states
     states, actions = [torch.from_numpy(obs)], []
     for _ in range(args.episode_length):
         explore = torch.from_numpy(rng.random(envs.num_envs) < epsilon)
@@ -218,21 +219,23 @@ def rollout(policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller
         actions.append(torch.where(explore, random_actions, policy(states[-1]).argmax(dim=1)))
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
-        labeller.submit(states[-1])  # the state after each step is labelled, as soon as there is a batch of them
+        labeller.add(states[-1])  # the state after each step is labelled, as soon as there is a batch of them
     return torch.stack(states), torch.stack(actions)
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance in a round comes from its number."""
+    """The paper's Algorithm 1, a round at a time; all chance in a round comes from the seed and its number, so that --resume repeats it."""
     device, envs = torch.device(args.device), CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network, rb = QNetwork().to(device), ReplayBuffer(args).to(device)
     target_network = deepcopy(q_network)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
+    # Its folder, curves and checkpoints; with --resume all of these go on as they were.
     run = Run(args, checkpoint, labeller, policy=q_network, target_network=target_network, optimizer=optimizer, rb=rb)
 
     while run.step < args.total_timesteps and not run.stopped:
-        number, random = run.step // (args.num_envs * args.episode_length), run.step < args.learning_starts
+        number = run.step // (args.num_envs * args.episode_length)  # of the round, from 0
+        random = run.step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, number)).generate_state(2).tolist()
 
         # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
@@ -240,7 +243,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         epsilon = 1.0 if random else max(args.end_e, 1 - run.step / max(args.exploration_fraction * args.total_timesteps, 1))
         playing = labeller.pool.submit(rollout, policy, epsilon, envs, labeller, play_seed, args)
 
-        # ---- Learn: DQN, on the transitions of the rounds before.
+        # ---- Learn, meanwhile: DQN, on the transitions of the rounds before.
         torch.manual_seed(learn_seed)
         losses = {}
         for update in range(0 if random or number == 0 else args.gradient_steps):
@@ -253,7 +256,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])
 
-        # ---- Report.
+        # ---- Report. This counts the steps, too, and now and then evaluates and saves a checkpoint.
         run.report(labels, losses)
 
     run.finish()

@@ -234,14 +234,15 @@ class Worker:
     def label(self, poses: torch.Tensor) -> torch.Tensor:
         """Poses (N, 24) -> CLIP rewards, and 1.0 where the task's condition holds, else 0.0 (N, 2), both on the CPU."""
         frames, points = self.scene.draw(poses)  # (N, 3, height, width) uint8, never stored
-        return torch.stack([self.reward_model(frames), self.condition(points).float()], dim=1).cpu()
+        rewards = self.reward_model(frames)  # R(s): `goal_baseline_reward` in clip_reward.py
+        return torch.stack([rewards, self.condition(points).float()], dim=1).cpu()
 
 
 # ---- Replay buffer
 
 
 class ReplayBuffer(nn.Module):
-    """The newest rounds, played and labelled, in preallocated tensors; a round is one episode in every environment.
+    """The newest rounds, played and labelled, in preallocated tensors (a Module for its `to` and `state_dict`).
 
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
@@ -294,33 +295,29 @@ class Normalize(nn.Module):
         return ((values - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
 
 
-class SoftQNetwork(nn.Module):
+class SoftQNetwork(nn.Sequential):
     """Normalized observations (N, O) and actions (N, 17) -> action values (N,)."""
 
     def __init__(self, obs_size: int, paper: bool):
-        super().__init__()
         norm = nn.Identity if paper else nn.LayerNorm
-        self.net = nn.Sequential(
+        super().__init__(
             nn.Linear(obs_size + ACTION_SIZE, 256), norm(256), nn.ReLU(),
             nn.Linear(256, 256), norm(256), nn.ReLU(), nn.Linear(256, 1)
         )  # fmt: skip
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        return self.net(torch.cat([obs, actions], dim=1)).squeeze(1)
+        return super().forward(torch.cat([obs, actions], dim=1)).squeeze(1)
 
 
-class Actor(nn.Module):
+class Actor(nn.Sequential):
     """Normalized observations (N, O) -> mean and log standard deviation (N, 17) of a Gaussian; its sample's tanh is the action."""
 
     def __init__(self, obs_size: int, paper: bool):
-        super().__init__()
+        super().__init__(nn.Linear(obs_size, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2 * ACTION_SIZE))
         self.log_std_min = -20 if paper else -5
-        self.net = nn.Sequential(
-            nn.Linear(obs_size, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2 * ACTION_SIZE)
-        )
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, log_std = self.net(obs).split(ACTION_SIZE, dim=1)
+        mean, log_std = super().forward(obs).split(ACTION_SIZE, dim=1)
         return mean, log_std.clamp(self.log_std_min, 2)
 
 
@@ -409,28 +406,30 @@ def rollout(
             actions.append(torch.erf(noise / math.sqrt(2)))  # uniform in [-1, 1]
         obs, _, _, _, _ = envs.step(MAX_CTRL * actions[-1].numpy())
         states.append(torch.from_numpy(obs).float())
-        labeller.submit(states[-1][:, :POSE_SIZE])  # the pose after each step is labelled, as soon as there is a batch of them
+        labeller.add(states[-1][:, :POSE_SIZE])  # the pose after each step is labelled, as soon as there is a batch of them
     return torch.stack(states), torch.stack(actions)
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance in a round comes from its number."""
+    """The paper's Algorithm 1, a round at a time; all chance in a round comes from the seed and its number, so that --resume repeats it."""
     device, envs = torch.device(args.device), make_envs(args.num_envs, args)
     state_size = envs.single_observation_space.shape[0]
     torch.manual_seed(args.seed)
     sac, rb = SAC(state_size, args).to(device), ReplayBuffer(state_size, args).to(device)
     optimizers = sac.optimizers(args.learning_rate)
+    # Its folder, curves and checkpoints; with --resume all of these go on as they were.
     run = Run(args, checkpoint, labeller, policy=sac.policy, sac=sac, rb=rb, **optimizers)
 
     while run.step < args.total_timesteps and not run.stopped:
-        number, random = run.step // (args.num_envs * args.episode_length), run.step < args.learning_starts
+        number = run.step // (args.num_envs * args.episode_length)  # of the round, from 0
+        random = run.step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, number)).generate_state(2).tolist()
 
         # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
         policy = deepcopy(sac.policy).cpu()
         playing = labeller.pool.submit(rollout, None if random else policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn: SAC, on the transitions of the rounds before.
+        # ---- Learn, meanwhile: SAC, on the transitions of the rounds before.
         torch.manual_seed(learn_seed)
         for optimizer in optimizers.values():
             decay = 1 if args.paper else 1 - run.step / args.total_timesteps
@@ -448,7 +447,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
             sac.obs_norm.update(states[..., 2:].flatten(0, 1).to(device))
             sac.reward_norm.update(labels[:, :, :1].flatten(0, 1).to(device))
 
-        # ---- Report.
+        # ---- Report. This counts the steps, too, and now and then evaluates and saves a checkpoint.
         run.report(labels, losses)
 
     run.finish()

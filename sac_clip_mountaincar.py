@@ -220,7 +220,8 @@ class Worker:
     @torch.no_grad()
     def label(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 2) -> CLIP rewards and true rewards (N, 2), both on the CPU."""
-        rewards = self.reward_model(self.scene.draw(states))  # frames (N, 3, height, width) uint8, never stored
+        frames = self.scene.draw(states)  # (N, 3, height, width) uint8, never stored
+        rewards = self.reward_model(frames)  # R(s): `goal_baseline_reward` in clip_reward.py
         return torch.stack([rewards.cpu(), ground_truth_reward(states)], dim=1)
 
 
@@ -228,13 +229,12 @@ class Worker:
 
 
 class ReplayBuffer(nn.Module):
-    """The newest rounds, played and labelled, in preallocated tensors; a round is one episode in every environment.
+    """The newest rounds, played and labelled, in preallocated tensors (a Module for its `to` and `state_dict`).
 
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.) And the
-    goal is absorbing but not terminal: a car there goes on earning the goal's reward, step by step, in transitions from the goal
-    to itself, so that the goal is worth R / (1 - γ), and the entropy bonus besides. As a terminal state it would be worth one R,
-    and since R is as a rule positive, driving on for ever would be worth more.
+    goal is absorbing but not terminal: a car there goes on earning the goal's reward, which makes it worth R / (1 - γ). As a
+    terminal state it would be worth one R, and since R is as a rule positive, driving on for ever would be worth more.
     """
 
     def __init__(self, args: Args):
@@ -266,30 +266,24 @@ def normalize(obs: torch.Tensor) -> torch.Tensor:
     return torch.stack([(obs[:, 0] - (X_MIN + X_MAX) / 2) / ((X_MAX - X_MIN) / 2), obs[:, 1] / MAX_SPEED], dim=1)
 
 
-class SoftQNetwork(nn.Module):
+class SoftQNetwork(nn.Sequential):
     """Observations (N, 2) and actions (N, 1) -> action values (N,)."""
 
     def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(STATE_SIZE + ACTION_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
-        )
+        super().__init__(nn.Linear(STATE_SIZE + ACTION_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        return self.net(torch.cat([normalize(obs), actions], dim=1)).squeeze(1)
+        return super().forward(torch.cat([normalize(obs), actions], dim=1)).squeeze(1)
 
 
-class Actor(nn.Module):
+class Actor(nn.Sequential):
     """Observations (N, 2) -> mean and log standard deviation (N, 1) of a Gaussian; its sample's tanh is the action."""
 
     def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(STATE_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2 * ACTION_SIZE)
-        )
+        super().__init__(nn.Linear(STATE_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2 * ACTION_SIZE))
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, log_std = self.net(normalize(obs)).split(ACTION_SIZE, dim=1)
+        mean, log_std = super().forward(normalize(obs)).split(ACTION_SIZE, dim=1)
         return mean, log_std.clamp(-5, 2)
 
 
@@ -363,27 +357,29 @@ def rollout(policy: Actor | None, noise_scale: float, envs: MountainCar, labelle
             actions.append(torch.erf(noise / math.sqrt(2)))  # uniform in [-1, 1]
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
-        labeller.submit(states[-1])  # the state after each step is labelled, as soon as there is a batch of them
+        labeller.add(states[-1])  # the state after each step is labelled, as soon as there is a batch of them
     return torch.stack(states), torch.stack(actions)
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance in a round comes from its number."""
+    """The paper's Algorithm 1, a round at a time; all chance in a round comes from the seed and its number, so that --resume repeats it."""
     device, envs = torch.device(args.device), MountainCar(args.num_envs)
     torch.manual_seed(args.seed)
     sac, rb = SAC().to(device), ReplayBuffer(args).to(device)
     optimizers = sac.optimizers(args.learning_rate)
+    # Its folder, curves and checkpoints; with --resume all of these go on as they were.
     run = Run(args, checkpoint, labeller, policy=sac.policy, sac=sac, rb=rb, **optimizers)
 
     while run.step < args.total_timesteps and not run.stopped:
-        number, random = run.step // (args.num_envs * args.episode_length), run.step < args.learning_starts
+        number = run.step // (args.num_envs * args.episode_length)  # of the round, from 0
+        random = run.step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, number)).generate_state(2).tolist()
 
         # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
         policy = deepcopy(sac.policy).cpu()
         playing = labeller.pool.submit(rollout, None if random else policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn: SAC, on the transitions of the rounds before.
+        # ---- Learn, meanwhile: SAC, on the transitions of the rounds before.
         torch.manual_seed(learn_seed)
         losses = {}
         for _ in range(0 if random or number == 0 else args.gradient_steps):
@@ -394,7 +390,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])
 
-        # ---- Report.
+        # ---- Report. This counts the steps, too, and now and then evaluates and saves a checkpoint.
         run.report(labels, losses)
 
     run.finish()

@@ -161,7 +161,7 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
         )  # the states of an episode's steps, as they are to be drawn
 
         def play(*_) -> None:
-            rb.add(0, *script.rollout(actor, 0.5, envs, SimpleNamespace(submit=drawn.append), 1, settings), 0.0)
+            rb.add(0, *script.rollout(actor, 0.5, envs, SimpleNamespace(add=drawn.append), 1, settings), 0.0)
 
         simulate = rate(play, [range(steps)], 1, device)
         update = rate(lambda _, numbers: [update(k) for k in numbers], [range(updates)], 1, device) * steps / updates

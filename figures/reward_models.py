@@ -160,7 +160,7 @@ def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
         threads = torch.get_num_threads()
         labeller = Labeller(Worker, how, reward_model.goal.device)  # one GPU: that which has the model
         try:
-            labeller.submit(states)
+            labeller.add(states)
             kept["frames"] = labeller.result(f"embed with {clip_model}")
         finally:
             labeller.pool.shutdown(cancel_futures=True)

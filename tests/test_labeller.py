@@ -91,7 +91,7 @@ def test_labels_come_in_the_order_of_submission_round_after_round(fake, threads,
     for sizes in ([7, 1, 30, 12], [5] * 10, [1], [60], [10, 0, 10]):
         states = torch.randn(sum(sizes)).round(decimals=2)
         for part in states.split(sizes):
-            labeller.submit(part)
+            labeller.add(part)
         assert torch.equal(soon(labeller.result), expected(states, batch_size))  # the batches do not depend on the parts
     assert labeller.free.qsize() == threads  # all are back
     assert sum(len(worker.threads) > 0 for worker in labeller.made) == threads or batch_size == 1000
@@ -107,11 +107,11 @@ def test_a_batch_begins_when_it_is_full_and_more_come(fake):
         time.sleep(0.05)
         return sum(len(worker.threads) for worker in labeller.made) == count
 
-    labeller.submit(torch.arange(10.0))
+    labeller.add(torch.arange(10.0))
     assert labelled(0)  # they may be the last ones
-    labeller.submit(torch.arange(1.0))
+    labeller.add(torch.arange(1.0))
     assert labelled(1)  # before anybody asks
-    labeller.submit(torch.arange(30.0))
+    labeller.add(torch.arange(30.0))
     assert labelled(4)
     assert len(soon(labeller.result)) == 41 and labelled(5)
 
@@ -129,7 +129,7 @@ def test_the_thread_that_asks_helps(fake, threads):
     for _ in range(threads):
         labeller.pool.submit(labelled.wait, 60)
     states = torch.arange(45.0)
-    labeller.submit(states)
+    labeller.add(states)
     assert torch.equal(soon(labeller.result), expected(states, 10))
 
 
@@ -137,7 +137,7 @@ def test_the_thread_that_asks_helps(fake, threads):
 @pytest.mark.parametrize("failing", [[3], [47], list(range(100))])
 def test_a_worker_that_raises_is_an_error_and_no_wait(fake, threads, failing):
     labeller = fake(threads, failing=failing)
-    labeller.submit(torch.arange(100.0))
+    labeller.add(torch.arange(100.0))
     with pytest.raises(ArithmeticError, match="no label for this"):
         soon(labeller.result)
     soon(labeller.pool.shutdown)  # the other threads go on to the end
@@ -153,7 +153,7 @@ def test_a_worker_that_is_lost_leaves_its_batch_to_another(fake, threads, lost, 
     for _ in range(3):
         states = torch.randn(234)
         for part in states.split(50):
-            labeller.submit(part)
+            labeller.add(part)
         assert torch.equal(soon(labeller.result), expected(states, 10))
     assert labeller.free.qsize() == threads - len(lost)
     assert all(len(labeller.made[number].threads) == 1 for number in lost)  # nobody asks it again
@@ -171,7 +171,7 @@ def test_labels_of_cartpole_are_the_same_for_any_number_of_threads(monkeypatch):
         monkeypatch.setattr(clip_reward, "THREADS", threads)
         labeller = Labeller(dqn_clip_cartpole.Worker, args, CPU)
         for part in states.split(11):
-            labeller.submit(part)
+            labeller.add(part)
         found.append(soon(labeller.result))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     frames = dqn_clip_cartpole.draw(states, *reward_model.size)

@@ -198,7 +198,7 @@ def test_a_rollout_is_its_seeds_and_its_policys_alone(script):
 
     def play(policy, noise: float, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         heard = []
-        states, actions = module.rollout(policy, noise, envs, SimpleNamespace(submit=heard.append), seed, args)
+        states, actions = module.rollout(policy, noise, envs, SimpleNamespace(add=heard.append), seed, args)
         assert len(states) == 21 and len(actions) == len(heard) == 20 and not actions.requires_grad
         assert torch.equal(torch.stack(heard), states[1:, :, :24])  # the states after the steps
         return states, actions
@@ -223,7 +223,7 @@ def test_half_precision_ranks_frames_as_single_precision_does(script, one_thread
     args = module.Args(num_envs=25, episode_length=20)
     envs = ENVS[script](25, args)
     heard = []
-    module.rollout(None if "sac" in script else POLICY[script](args), 1.0, envs, SimpleNamespace(submit=heard.append), 0, args)
+    module.rollout(None if "sac" in script else POLICY[script](args), 1.0, envs, SimpleNamespace(add=heard.append), 0, args)
     states = torch.cat(heard)
     if script != "sac_clip_humanoid":  # from all over
         states[:, 0] = torch.rand(500, generator=rng) * 1.8 - 1.2
