@@ -40,15 +40,15 @@ class Args:
 
     prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)  # the goal; several sentences are averaged
     baseline_prompt: tuple[str, ...] = ("pole and cart",)  # what the scene looks like in general
-    goal_baseline_alpha: float = 0.5  # α of goal-baseline regularization, 0 (plain cosine) to 1 (paper, Section 4.2)
-    negative_prompt: tuple[str, ...] = ()  # what else there might be to see: a contrastive reward (Baumli et al., 2023)
+    goal_baseline_alpha: float = 0.5  # α of the regularization: 0 plain cosine, 1 only what lies along baseline-goal
+    negative_prompt: tuple[str, ...] = ()  # a contrastive reward instead: what else might be seen (Baumli et al., 2023)
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
     threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step within CartPole-v1's limits
-    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny (default: tiny; CUDA: bigG)
+    clip_model: str | None = None  # OpenCLIP's NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH, or tiny, the bundled
     clip_batch_size: int = 128  # frames drawn and scored at once
-    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where there are instructions for it)
-    ray_workers: int = 0  # labellers beside this process, on the Ray cluster that RAY_ADDRESS names or on this machine
+    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
+    ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     seed: int = 1  # of the weights, the start states and the exploration
     device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
@@ -60,7 +60,7 @@ class Args:
     learning_rate: float = 5e-4  # of Adam (paper: 2.3e-3)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.99  # discount factor
-    target_network_frequency: int = 200  # updates between two renewals of the target network (paper: 625, or 10,000 steps)
+    target_network_frequency: int = 200  # updates between two renewals of the target network (paper: 625)
     batch_size: int = 128  # transitions per update (paper: Stable-Baselines3's default, 32)
     end_e: float = 0.05  # share of random actions at the end; it falls from 1, round by round ...
     exploration_fraction: float = 0.1  # ... in this share of the steps
@@ -76,19 +76,19 @@ class Args:
 # ---- Environment
 
 X_LIMIT, THETA_LIMIT = 2.4, math.radians(12)  # where the original CartPole-v1 ends an episode
-STATE_SIZE, NUM_ACTIONS = 4, 2  # the state is what is observed
+STATE_SIZE, NUM_ACTIONS = 4, 2  # the agent observes the state
 
 
 class CartPole(CartPoleVectorEnv):
     """Gymnasium's CartPole-v1, many side by side, but no episode ends early, as in the paper: that would tell what the task is.
 
     A state is (position x in m, its velocity in m/s, pole angle θ in rad, its velocity in rad/s); θ = 0 is upright, θ > 0 to the right.
-    θ is wrapped to [-π, π), and x clipped to ±2.4 m so that the cart stays in view. Nothing resets itself.
+    θ is wrapped to [-π, π), and x, but not its velocity, clipped to ±2.4 m so that the cart stays in view.
     """
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         _, rewards, terminations, truncations, infos = super().step(actions)
-        self.prev_done[:] = terminations[:] = truncations[:] = False  # or the next step would reset them
+        self.prev_done[:] = terminations[:] = truncations[:] = False  # or the next step would start these episodes anew
         self.state[0] = self.state[0].clip(-X_LIMIT, X_LIMIT)
         self.state[2] = (self.state[2] + math.pi) % (2 * math.pi) - math.pi
         return self.state.T.astype(np.float32), rewards, terminations, truncations, infos
@@ -101,18 +101,18 @@ COLORS = ((255, 255, 255), (202, 152, 101), (129, 132, 203))  # background, pole
 
 
 def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) -> torch.Tensor:
-    """Share of a pixel, `pixel` wide and centred at `position`, that lies within [-half, half]: exact anti-aliasing in 1-D."""
+    """Share of a pixel, `pixel` wide, that a part covers whose middle is `position` away and whose half width is `half`."""
     return ((position + pixel / 2).clamp(max=half) - (position - pixel / 2).clamp(min=-half)).clamp(min=0) / pixel
 
 
 def draw(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """States (N, 4) -> frames (N, 3, height, width) uint8: Gymnasium's, squashed to that size, but batched and on the states' device."""
+    """States (N, 4) -> frames (N, 3, height, width) uint8: Gymnasium's, squashed, but batched and on the states' device."""
     x, theta = states[:, 0, None, None].float(), states[:, 2, None, None].float()  # (N, 1, 1)
     pixel_x, pixel_y = SCREEN_WIDTH / width, SCREEN_HEIGHT / height
     columns = (torch.arange(width, device=states.device) + 0.5) * pixel_x - 0.5  # in Gymnasium's pixels
     rows = SCREEN_HEIGHT - 0.5 - (torch.arange(height, device=states.device) + 0.5) * pixel_y
     top = int((SCREEN_HEIGHT - 230) / pixel_y)  # the rows above are white: the pole's tip reaches y = 228
-    dx, dy = columns - (125 * x + 300), rows[top:, None] - 107.5  # from the axle, to the right and up
+    dx, dy = columns - (125 * x + 300), rows[top:, None] - 107.5  # from the axle, to the right and up; 125 pixels a metre
 
     # Share of each pixel that a part covers; the sizes are Gymnasium's plus the half pixel that its polygon filling adds.
     cart = overlap(dx, 25.5, pixel_x) * overlap(dy + 7.5, 15.5, pixel_y)
@@ -138,7 +138,8 @@ class Worker:
     def __init__(self, args: Args, device: torch.device, reward_model: CLIPReward | None = None):
         self.reward_model = reward_model or CLIPReward(
             args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size,
-            args.precision, args.negative_prompt, args.temperature, args.threshold
+            precision=args.precision, negative_prompts=args.negative_prompt,
+            temperature=args.temperature, threshold=args.threshold
         )  # fmt: skip
 
     @torch.no_grad()
@@ -168,8 +169,8 @@ class ReplayBuffer(nn.Module):
         self.register_buffer("rewards", torch.zeros(rounds, steps, num_envs))
 
     def add(self, number: int, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Put in round `number`, from 0: states (T + 1, num_envs, 4), actions and rewards (T, num_envs)."""
-        place = number % len(self.rewards)  # the oldest round goes
+        """Store round `number` (the first is 0): states (T + 1, num_envs, 4), actions and rewards (T, num_envs)."""
+        place = number % len(self.rewards)  # once full, over the oldest
         self.states[place], self.actions[place], self.rewards[place] = states, actions, rewards
 
     def sample(self, batch_size: int, rounds: int) -> tuple[torch.Tensor, ...]:
@@ -219,12 +220,12 @@ def rollout(policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller
         actions.append(torch.where(explore, random_actions, policy(states[-1]).argmax(dim=1)))
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
-        labeller.add(states[-1])  # the state after each step is labelled, as soon as there is a batch of them
+        labeller.add(states[-1])  # the state after each step is labelled: see `result`
     return torch.stack(states), torch.stack(actions)
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance in a round comes from the seed and its number, so that --resume repeats it."""
+    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it."""
     device, envs = torch.device(args.device), CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network, rb = QNetwork().to(device), ReplayBuffer(args).to(device)
@@ -235,23 +236,23 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
 
     while run.step < args.total_timesteps and not run.stopped:
         number = run.step // (args.num_envs * args.episode_length)  # of the round, from 0
-        random = run.step < args.learning_starts
+        warmup = run.step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, number)).generate_state(2).tolist()
 
-        # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
+        # ---- Act, in a thread, with the policy as it is now.
         policy = deepcopy(q_network).cpu()
-        epsilon = 1.0 if random else max(args.end_e, 1 - run.step / max(args.exploration_fraction * args.total_timesteps, 1))
+        epsilon = 1.0 if warmup else max(args.end_e, 1 - run.step / max(args.exploration_fraction * args.total_timesteps, 1))
         playing = labeller.pool.submit(rollout, policy, epsilon, envs, labeller, play_seed, args)
 
-        # ---- Learn, meanwhile: DQN, on the transitions of the rounds before.
+        # ---- Learn, at the same time: DQN, on the transitions of the rounds before.
         torch.manual_seed(learn_seed)
         losses = {}
-        for update in range(0 if random or number == 0 else args.gradient_steps):
+        for update in range(0 if warmup or number == 0 else args.gradient_steps):
             if (number * args.gradient_steps + update) % args.target_network_frequency == 0:
                 target_network.load_state_dict(q_network.state_dict())
             losses = dqn_update(q_network, target_network, optimizer, rb.sample(args.batch_size, number), args)
 
-        # ---- Label: the frame after each step, drawn and scored with CLIP (Definition 1). Then the round enters the buffer.
+        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (Definition 1); the rest is done here.
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])

@@ -50,16 +50,16 @@ class Args:
     kneeling, lotus-position, standing-up, arms-raised, doing-splits, hands-on-hips, arms-crossed, standing-on-one-leg"""
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # what the scene looks like in general
     goal_baseline_alpha: float = 0.0  # α of goal-baseline regularization, 0 (plain cosine, as in the paper's Table 1) to 1
-    negative_prompt: tuple[str, ...] = ()  # what else there might be to see: a contrastive reward (Baumli et al., 2023)
+    negative_prompt: tuple[str, ...] = ()  # a contrastive reward instead: what else might be seen (Baumli et al., 2023)
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
     threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal under the sky, or as Gymnasium draws it
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, in front of the robot, or Gymnasium's, which follows it
     supersample: int = 1  # N: N x N samples a pixel of what CLIP sees (pictures and video: always 2)
-    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny (default: tiny; CUDA: bigG)
+    clip_model: str | None = None  # OpenCLIP's NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH, or tiny, the bundled
     clip_batch_size: int = 128  # frames drawn and scored at once
-    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where there are instructions for it)
-    ray_workers: int = 0  # labellers beside this process, on the Ray cluster that RAY_ADDRESS names or on this machine
+    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
+    ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     paper: bool = False
     """the paper's values, below in brackets, the full observation, and none of what was added: normalized observations and rewards,
@@ -224,7 +224,8 @@ class Worker:
     def __init__(self, args: Args, device: torch.device, reward_model: CLIPReward | None = None):
         self.reward_model = reward_model or CLIPReward(
             args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size,
-            args.precision, args.negative_prompt, args.temperature, args.threshold
+            precision=args.precision, negative_prompts=args.negative_prompt,
+            temperature=args.temperature, threshold=args.threshold
         )  # fmt: skip
         look = (args.textures, args.camera, args.supersample)
         self.scene = Scene(*self.reward_model.size, *look, args.clip_batch_size, device)
@@ -257,8 +258,8 @@ class ReplayBuffer(nn.Module):
         self.register_buffer("rewards", torch.zeros(rounds, steps, num_envs))
 
     def add(self, number: int, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Put in round `number`, from 0: states (T + 1, num_envs, S), actions (T, num_envs, 17), rewards (T, num_envs)."""
-        place = number % len(self.rewards)  # the oldest round goes
+        """Store round `number` (the first is 0): states (T + 1, num_envs, S), actions (T, num_envs, 17), rewards (T, num_envs)."""
+        place = number % len(self.rewards)  # once full, over the oldest
         self.states[place], self.actions[place], self.rewards[place] = states, actions, rewards
 
     def sample(self, batch_size: int, n_step: int, rounds: int) -> tuple[torch.Tensor, ...]:
@@ -406,12 +407,12 @@ def rollout(
             actions.append(torch.erf(noise / math.sqrt(2)))  # uniform in [-1, 1]
         obs, _, _, _, _ = envs.step(MAX_CTRL * actions[-1].numpy())
         states.append(torch.from_numpy(obs).float())
-        labeller.add(states[-1][:, :POSE_SIZE])  # the pose after each step is labelled, as soon as there is a batch of them
+        labeller.add(states[-1][:, :POSE_SIZE])  # the pose after each step is labelled: see `result`
     return torch.stack(states), torch.stack(actions)
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance in a round comes from the seed and its number, so that --resume repeats it."""
+    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it."""
     device, envs = torch.device(args.device), make_envs(args.num_envs, args)
     state_size = envs.single_observation_space.shape[0]
     torch.manual_seed(args.seed)
@@ -422,24 +423,24 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
 
     while run.step < args.total_timesteps and not run.stopped:
         number = run.step // (args.num_envs * args.episode_length)  # of the round, from 0
-        random = run.step < args.learning_starts
+        warmup = run.step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, number)).generate_state(2).tolist()
 
-        # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
+        # ---- Act, in a thread, with the policy as it is now.
         policy = deepcopy(sac.policy).cpu()
-        playing = labeller.pool.submit(rollout, None if random else policy, 1.0, envs, labeller, play_seed, args)
+        playing = labeller.pool.submit(rollout, None if warmup else policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn, meanwhile: SAC, on the transitions of the rounds before.
+        # ---- Learn, at the same time: SAC, on the transitions of the rounds before.
         torch.manual_seed(learn_seed)
         for optimizer in optimizers.values():
             decay = 1 if args.paper else 1 - run.step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = args.learning_rate * decay
         losses = {}
-        for update in range(0 if random or number == 0 else args.gradient_steps):
+        for update in range(0 if warmup or number == 0 else args.gradient_steps):
             update_actor = args.paper or update % 2 == 0
             losses |= sac_update(sac, optimizers, rb.sample(args.batch_size, args.n_step, number), update_actor, args)
 
-        # ---- Label: the frame after each step, drawn and scored with CLIP (Definition 1). Then the round enters the buffer.
+        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (Definition 1); the rest is done here.
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 0])

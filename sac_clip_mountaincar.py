@@ -3,7 +3,7 @@
     python sac_clip_mountaincar.py --prompt "a car at the peak of the mountain, next to the yellow flag"
 
 The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al., 2018). Read from
-top to X
+top to bottom: settings, environment, drawing and labelling, replay buffer, networks and update, and the loop: act, learn, label, report.
 
 A reward for pictures of the goal says little in the valley, where the start is, and a car that rolls there with SAC's own noise,
 new at every step, never leaves it. So the exploration noise is correlated in time (an Ornstein-Uhlenbeck process, as in DDPG), in
@@ -46,16 +46,16 @@ class Args:
 
     prompt: tuple[str, ...] = ("a car at the peak of the mountain, next to the yellow flag",)  # the goal; several are averaged
     baseline_prompt: tuple[str, ...] = ("a car in the mountain",)  # what the scene looks like in general
-    goal_baseline_alpha: float = 0.5  # α of goal-baseline regularization, 0 (plain cosine) to 1 (paper, Section 4.2)
-    negative_prompt: tuple[str, ...] = ()  # what else there might be to see: a contrastive reward (Baumli et al., 2023)
+    goal_baseline_alpha: float = 0.5  # α of the regularization: 0 plain cosine, 1 only what lies along baseline-goal
+    negative_prompt: tuple[str, ...] = ()  # a contrastive reward instead: what else might be seen (Baumli et al., 2023)
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
     threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step at the goal
     textures: Literal["realistic", "original"] = "realistic"  # mountains with a red car, or as Gymnasium draws it
-    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny (default: tiny; CUDA: bigG)
+    clip_model: str | None = None  # OpenCLIP's NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH, or tiny, the bundled
     clip_batch_size: int = 128  # frames drawn and scored at once
-    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where there are instructions for it)
-    ray_workers: int = 0  # labellers beside this process, on the Ray cluster that RAY_ADDRESS names or on this machine
+    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
+    ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     seed: int = 1  # of the weights, the start states and the exploration
     device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
@@ -83,7 +83,7 @@ class Args:
 # ---- Environment
 
 X_MIN, X_MAX, X_GOAL, MAX_SPEED = -1.2, 0.6, 0.45, 0.07  # the ends of the track, where the flag stands, and the speed's limit
-STATE_SIZE, ACTION_SIZE = 2, 1  # the state is what is observed
+STATE_SIZE, ACTION_SIZE = 2, 1  # the agent observes the state
 
 
 class MountainCar:
@@ -130,7 +130,7 @@ CAR = {
 
 
 def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) -> torch.Tensor:
-    """Share of a pixel, `pixel` wide and centred at `position`, that lies within [-half, half]: exact anti-aliasing in 1-D."""
+    """Share of a pixel, `pixel` wide, that a part covers whose middle is `position` away and whose half width is `half`."""
     return ((position + pixel / 2).clamp(max=half) - (position - pixel / 2).clamp(min=-half)).clamp(min=0) / pixel
 
 
@@ -213,7 +213,8 @@ class Worker:
     def __init__(self, args: Args, device: torch.device, reward_model: CLIPReward | None = None):
         self.reward_model = reward_model or CLIPReward(
             args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size,
-            args.precision, args.negative_prompt, args.temperature, args.threshold
+            precision=args.precision, negative_prompts=args.negative_prompt,
+            temperature=args.temperature, threshold=args.threshold
         )  # fmt: skip
         self.scene = Scene(*self.reward_model.size, args.textures, device)
 
@@ -246,8 +247,8 @@ class ReplayBuffer(nn.Module):
         self.register_buffer("rewards", torch.zeros(rounds, steps, num_envs))
 
     def add(self, number: int, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Put in round `number`, from 0: states (T + 1, num_envs, 2), actions (T, num_envs, 1), rewards (T, num_envs)."""
-        place = number % len(self.rewards)  # the oldest round goes
+        """Store round `number` (the first is 0): states (T + 1, num_envs, 2), actions (T, num_envs, 1), rewards (T, num_envs)."""
+        place = number % len(self.rewards)  # once full, over the oldest
         self.states[place], self.actions[place], self.rewards[place] = states, actions, rewards
 
     def sample(self, batch_size: int, rounds: int) -> tuple[torch.Tensor, ...]:
@@ -357,12 +358,12 @@ def rollout(policy: Actor | None, noise_scale: float, envs: MountainCar, labelle
             actions.append(torch.erf(noise / math.sqrt(2)))  # uniform in [-1, 1]
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
-        labeller.add(states[-1])  # the state after each step is labelled, as soon as there is a batch of them
+        labeller.add(states[-1])  # the state after each step is labelled: see `result`
     return torch.stack(states), torch.stack(actions)
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance in a round comes from the seed and its number, so that --resume repeats it."""
+    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it."""
     device, envs = torch.device(args.device), MountainCar(args.num_envs)
     torch.manual_seed(args.seed)
     sac, rb = SAC().to(device), ReplayBuffer(args).to(device)
@@ -372,20 +373,20 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
 
     while run.step < args.total_timesteps and not run.stopped:
         number = run.step // (args.num_envs * args.episode_length)  # of the round, from 0
-        random = run.step < args.learning_starts
+        warmup = run.step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, number)).generate_state(2).tolist()
 
-        # ---- Act, in a thread, with the policy as it is now: its successor is learned meanwhile.
+        # ---- Act, in a thread, with the policy as it is now.
         policy = deepcopy(sac.policy).cpu()
-        playing = labeller.pool.submit(rollout, None if random else policy, 1.0, envs, labeller, play_seed, args)
+        playing = labeller.pool.submit(rollout, None if warmup else policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn, meanwhile: SAC, on the transitions of the rounds before.
+        # ---- Learn, at the same time: SAC, on the transitions of the rounds before.
         torch.manual_seed(learn_seed)
         losses = {}
-        for _ in range(0 if random or number == 0 else args.gradient_steps):
+        for _ in range(0 if warmup or number == 0 else args.gradient_steps):
             losses = sac_update(sac, optimizers, rb.sample(args.batch_size, number), args)
 
-        # ---- Label: the frame after each step, drawn and scored with CLIP (Definition 1). Then the round enters the buffer.
+        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (Definition 1); the rest is done here.
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])

@@ -49,7 +49,7 @@ def test_no_result_knows_of_the_machine_it_was_made_on():
 
 def test_what_the_readme_says_to_search_for_is_there_once():
     rows = re.findall(r"^\| [^|]+ \| `([^`]+)` in `([^`]+)` \|$", README, re.MULTILINE)
-    assert {"labeller.submit(", "rb.add(", "td_target ="} <= {phrase for phrase, _ in rows}
+    assert {"labeller.add(", "rb.add(", "td_target ="} <= {phrase for phrase, _ in rows}
     for phrase, place in rows:
         if place.endswith(".py"):
             assert (ROOT / place).read_text().count(phrase) == 1, phrase

@@ -28,7 +28,7 @@ DATA = mujoco.MjData(MODEL)
 def test_environment_is_gymnasiums(paper):
     """Two episodes in each of three, played by Gymnasium again from the same seeds with the same actions."""
     args, size, labelled = Args(paper=paper), 350 if paper else 177, []
-    envs, labeller = make_envs(3, args), SimpleNamespace(submit=labelled.append)
+    envs, labeller = make_envs(3, args), SimpleNamespace(add=labelled.append)
     references = [gym.make("Humanoid-v5", terminate_when_unhealthy=False).unwrapped for _ in range(3)]
     torch.manual_seed(0)
     agent = SAC(size, args)
@@ -52,7 +52,7 @@ def test_environment_is_gymnasiums(paper):
 
 
 def test_random_actions_are_uniform_and_an_evaluation_has_no_noise():
-    args, labeller = Args(episode_length=10), SimpleNamespace(submit=lambda poses: None)
+    args, labeller = Args(episode_length=10), SimpleNamespace(add=lambda poses: None)
     envs, agent = make_envs(20, args), SAC(177, args)
     actions = rollout(None, 1.0, envs, labeller, 0, args)[1].flatten()
     share = (actions[:, None] < torch.linspace(-1, 1, 21)).float().mean(0)
