@@ -45,7 +45,7 @@ class Args:
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
     threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step within CartPole-v1's limits
-    clip_model: str | None = None  # OpenCLIP's NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH, or tiny, the bundled
+    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny (default, CUDA: bigG)
     clip_batch_size: int = 128  # frames drawn and scored at once
     precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
     ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
@@ -125,8 +125,8 @@ def draw(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
     # What of it is seen, the track lying over the axle, the axle over the pole, the pole over the cart. Black parts add nothing.
     white = (1 - track) * (1 - axle) * (1 - pole) * (1 - cart)
-    shares = torch.stack([white, (1 - track) * (1 - axle) * pole, (1 - track) * axle])  # (3 parts, N, height - top, width)
-    pixels = torch.einsum("pnhw,pc->nchw", shares, torch.tensor(COLORS, dtype=torch.float32, device=states.device))
+    shares = (white, (1 - track) * (1 - axle) * pole, (1 - track) * axle)  # each (N, height - top, width)
+    pixels = torch.stack([sum(level * share for level, share in zip(levels, shares)) for levels in zip(*COLORS)], dim=1)
     frames = torch.full((len(states), 3, height, width), 255, dtype=torch.uint8, device=states.device)
     frames[:, :, top:] = pixels.round().to(torch.uint8)
     return frames
@@ -146,7 +146,7 @@ class Worker:
     def label(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 4) -> CLIP rewards and true rewards (N, 2), both on the CPU."""
         frames = draw(states.to(self.reward_model.device), *self.reward_model.size)  # uint8, never stored
-        rewards = self.reward_model(frames)  # R(s): `goal_baseline_reward` in clip_reward.py
+        rewards = self.reward_model(frames)  # R(s): `CLIPReward.reward` in clip_reward.py
         return torch.stack([rewards.cpu(), ground_truth_reward(states)], dim=1)
 
 
@@ -220,7 +220,7 @@ def rollout(policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller
         actions.append(torch.where(explore, random_actions, policy(states[-1]).argmax(dim=1)))
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
-        labeller.add(states[-1])  # the state after each step is labelled: see `result`
+        labeller.add(states[-1])  # the state after each step is labelled by other threads
     return torch.stack(states), torch.stack(actions)
 
 
@@ -231,7 +231,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
     q_network, rb = QNetwork().to(device), ReplayBuffer(args).to(device)
     target_network = deepcopy(q_network)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    # Its folder, curves and checkpoints; with --resume all of these go on as they were.
+    # Its folder, curves and checkpoints of these parts, whose policy it evaluates; --resume restores them all.
     run = Run(args, checkpoint, labeller, policy=q_network, target_network=target_network, optimizer=optimizer, rb=rb)
 
     while run.step < args.total_timesteps and not run.stopped:
@@ -244,7 +244,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         epsilon = 1.0 if warmup else max(args.end_e, 1 - run.step / max(args.exploration_fraction * args.total_timesteps, 1))
         playing = labeller.pool.submit(rollout, policy, epsilon, envs, labeller, play_seed, args)
 
-        # ---- Learn, at the same time: DQN, on the transitions of the rounds before.
+        # ---- Learn, at the same time: DQN, on the transitions of the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         losses = {}
         for update in range(0 if warmup or number == 0 else args.gradient_steps):
@@ -252,7 +252,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
                 target_network.load_state_dict(q_network.state_dict())
             losses = dqn_update(q_network, target_network, optimizer, rb.sample(args.batch_size, number), args)
 
-        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (Definition 1); the rest is done here.
+        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (`Worker.label`); the rest is done here.
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])
@@ -332,7 +332,8 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(id=os.path.basename(args.run_dir), config=asdict(args), resume="allow", sync_tensorboard=True)
+            name = os.path.basename(os.path.abspath(args.run_dir))
+            wandb.init(id=name, config=asdict(args), resume="allow", sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=self.step + 1)  # forget what a killed run logged beyond
         self.writer.add_text("settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", desc="train", smoothing=0.05)
@@ -419,7 +420,7 @@ def read_settings() -> tuple[Args, dict | None]:
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("PyTorch sees no CUDA GPU here: leave out --device cuda")
+        raise UsageError("PyTorch sees no CUDA GPU here" + ("" if args.resume else ": leave out --device cuda"))
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"

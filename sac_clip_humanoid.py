@@ -14,10 +14,12 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 import gymnasium
@@ -56,14 +58,15 @@ class Args:
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal under the sky, or as Gymnasium draws it
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, in front of the robot, or Gymnasium's, which follows it
     supersample: int = 1  # N: N x N samples a pixel of what CLIP sees (pictures and video: always 2)
-    clip_model: str | None = None  # OpenCLIP's NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH, or tiny, the bundled
+    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny (default, CUDA: bigG)
     clip_batch_size: int = 128  # frames drawn and scored at once
     precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
     ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     paper: bool = False
     """the paper's values, below in brackets, the full observation, and none of what was added: normalized observations and rewards,
-    layer normalization, a falling learning rate, fewer updates of the actor, and its running mean acting"""
+    layer normalization, a falling learning rate, a floor
+    for exploration (log σ ≥ -5), fewer updates of the actor, and the running mean of its weights acting"""
     seed: int = 1  # of the weights, the start states and the exploration
     device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
     total_timesteps: int = 128_000  # of all environments, in whole rounds (10,000,000, with a model new to the scene)
@@ -74,10 +77,10 @@ class Args:
     learning_rate: float = 6e-4  # of Adam, for actor, critics and entropy coefficient
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.95  # discount factor
-    n_step: int = 3  # steps whose rewards are summed up before the critics' value of the state that they lead to (1)
-    tau: float = 0.005  # share of the critics that their targets take over at each update, and of the actor that its mean does
+    n_step: int = 3  # n of the n-step return: rewards summed before the critics' value stands for the rest (1)
+    tau: float = 0.005  # how far, at each update, targets move towards the critics, and the mean actor towards the actor
     batch_size: int = 256  # transitions per update (512)
-    ent_coef: float = 0.03  # weight of the entropy at first; tuned to keep the entropy at -17, minus one per action (1.0)
+    ent_coef: float = 0.03  # weight of the entropy at first; then tuned to hold the entropy at -17, minus one per motor (1.0)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
     checkpoint_every: int = 32_000  # steps between two checkpoints, each evaluated (64,000)
@@ -94,8 +97,8 @@ PAPER = {
 
 # ---- Environment
 
-POSE_SIZE, ACTION_SIZE = 24, 17  # numbers of a state that say what there is to see; motors
-MAX_CTRL = 0.4  # of the motors
+POSE_SIZE, ACTION_SIZE = 24, 17  # a state's first 24 numbers are the pose, all that a frame shows; 17 motors
+MAX_CTRL = 0.4  # the motors' control goes from -0.4 to 0.4, actions from -1 to 1
 
 
 def make_envs(num_envs: int, args: Args) -> gymnasium.vector.VectorEnv:
@@ -126,9 +129,11 @@ def scene_model(textures: str) -> mujoco.MjModel:
     spec = mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml"))
     spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON  # mujoco_warp has no PGS; nothing is solved here anyway
     sin, cos, distance = math.sin(math.radians(-10)), math.cos(math.radians(-10)), 3.5
-    camera = spec.worldbody.add_camera(name="fixed", pos=[distance * cos, 0, 1 - distance * sin])  # azimuth 180°, at (0, 0, 1)
+    camera = spec.worldbody.add_camera(
+        name="fixed", pos=[distance * cos, 0, 1 - distance * sin]
+    )  # looks at (0, 0, 1), 10° down
     camera.alt.type = mujoco.mjtOrientation.mjORIENTATION_XYAXES
-    camera.alt.xyaxes = [0, 1, 0, sin, 0, cos]
+    camera.alt.xyaxes = [0, 1, 0, sin, 0, cos]  # the picture's right, and up
     if textures == "original":
         return spec.compile()
 
@@ -155,10 +160,13 @@ def scene_model(textures: str) -> mujoco.MjModel:
     return spec.compile()
 
 
-# Where the parts of the body are: at geoms' middles, or at the bodies that begin in those joints.
+# Where the parts of the body are: at the middle of a geom, or at the joint in which a body begins (the shin: at the knee).
 GEOM_POINTS = {"head": "head", "seat": "butt"} | {f"{s}_{p}": f"{s}_{p}" for s in ("right", "left") for p in ("hand", "foot")}
 BODY_POINTS = {"hip": "thigh", "knee": "shin", "shoulder": "upper_arm", "elbow": "lower_arm"}
 BODY_POINTS = {f"{side}_{point}": f"{side}_{body}" for side in ("right", "left") for point, body in BODY_POINTS.items()}
+
+
+WARP = Lock()  # what Warp launches goes to one device, the same for all threads
 
 
 class Scene:
@@ -177,11 +185,11 @@ class Scene:
 
         self.height, self.width, self.batch_size, self.device = height, width, batch_size, device
         wp.init()
-        self.warp_device = wp.device_from_torch(device)
-        wp.set_device(self.warp_device)  # or all would go to the first GPU that there is
+        self.warp_device, self.lock = wp.device_from_torch(device), WARP if device.type == "cuda" else nullcontext()
+        wp.set_device(self.warp_device)
         model = scene_model(textures)
-        self.geoms = [model.geom(name).id for name in GEOM_POINTS.values()]
-        self.bodies = [model.body(name).id for name in BODY_POINTS.values()]
+        self.geoms = torch.tensor([model.geom(name).id for name in GEOM_POINTS.values()], device=device)
+        self.bodies = torch.tensor([model.body(name).id for name in BODY_POINTS.values()], device=device)
         data = mujoco.MjData(model)
         mujoco.mj_forward(model, data)
         self.model = mujoco_warp.put_model(model)
@@ -204,13 +212,15 @@ class Scene:
             wp.set_stream(wp.stream_from_torch(torch.cuda.current_stream(self.device)), self.warp_device)
         for first in range(0, len(poses), self.batch_size):
             i = slice(first, first + self.batch_size)
-            n = len(poses[i])  # what the worlds beyond show does not matter
+            n = len(poses[i])  # the last batch may be smaller; what the other worlds show does not matter
             wp.to_torch(self.data.qpos)[:n] = poses[i].to(self.device)
-            mujoco_warp.kinematics(self.model, self.data)
-            mujoco_warp.com_pos(self.model, self.data)
-            mujoco_warp.camlight(self.model, self.data)
-            mujoco_warp.refit_bvh(self.model, self.data, self.context)
-            mujoco_warp.render(self.model, self.data, self.context)
+            with self.lock:
+                wp.set_device(self.warp_device)
+                mujoco_warp.kinematics(self.model, self.data)  # where bodies and geoms are
+                mujoco_warp.com_pos(self.model, self.data)
+                mujoco_warp.camlight(self.model, self.data)  # where lights and cameras hang, by the centres of mass
+                mujoco_warp.refit_bvh(self.model, self.data, self.context)  # the boxes that rays are tested with
+                mujoco_warp.render(self.model, self.data, self.context)
             pixels = wp.to_torch(self.context.rgb_data)[:n].view(torch.uint8)  # a view: blue, green, red, alpha
             frames[i] = torch.stack(pixels.view(n, self.height, self.width, 4).unbind(-1)[2::-1], dim=1)
             points[i, : len(self.geoms)] = wp.to_torch(self.data.geom_xpos)[:n, self.geoms]
@@ -235,7 +245,7 @@ class Worker:
     def label(self, poses: torch.Tensor) -> torch.Tensor:
         """Poses (N, 24) -> CLIP rewards, and 1.0 where the task's condition holds, else 0.0 (N, 2), both on the CPU."""
         frames, points = self.scene.draw(poses)  # (N, 3, height, width) uint8, never stored
-        rewards = self.reward_model(frames)  # R(s): `goal_baseline_reward` in clip_reward.py
+        rewards = self.reward_model(frames)  # R(s): `CLIPReward.reward` in clip_reward.py
         return torch.stack([rewards, self.condition(points).float()], dim=1).cpu()
 
 
@@ -344,7 +354,7 @@ class SAC(nn.Module):
         self.policy = nn.Sequential(self.obs_norm, self.actor if args.paper else self.mean_actor)  # what acts
 
     def follow(self, tau: float) -> None:
-        """Move the running means a step towards what they follow, all in one operation."""
+        """Polyak averaging, all in one operation: mean <- (1 - τ) mean + τ learned."""
         means = [*self.mean_actor.parameters(), *self.qf1_target.parameters(), *self.qf2_target.parameters()]
         learned = [*self.actor.parameters(), *self.qf1.parameters(), *self.qf2.parameters()]
         get_ema_multi_avg_fn(1 - tau)(means, learned, None)
@@ -360,7 +370,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
     states, next_states, actions, rewards = batch
     obs, next_obs, ent_coef = sac.obs_norm(states[:, 2:]), sac.obs_norm(next_states[:, 2:]), sac.log_ent_coef.detach().exp()
     n_step_return = sum(args.gamma**k * sac.reward_norm(reward) for k, reward in enumerate(rewards))
-    with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
+    with torch.no_grad():  # every last state bootstraps: see ReplayBuffer; the steps before it earn no entropy
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
         next_q = torch.min(sac.qf1_target(next_obs, next_actions), sac.qf2_target(next_obs, next_actions))
         td_target = n_step_return + args.gamma**args.n_step * (next_q - ent_coef * next_log_prob)
@@ -378,7 +388,8 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
         actor_loss.backward(inputs=[*sac.actor.parameters()])  # the critics need no gradient of it
         optimizers["actor_optimizer"].step()
 
-        ent_coef_loss = -(sac.log_ent_coef.exp() * (log_prob.detach() - ACTION_SIZE).mean())  # target entropy: -17
+        entropy_gap = -(log_prob.detach() - ACTION_SIZE).mean()  # how far the entropy is above its target, -17
+        ent_coef_loss = sac.log_ent_coef.exp() * entropy_gap
         optimizers["ent_coef_optimizer"].zero_grad()
         ent_coef_loss.backward()
         optimizers["ent_coef_optimizer"].step()
@@ -404,10 +415,10 @@ def rollout(
         if policy:
             actions.append(squash(*policy(states[-1][:, 2:]), noise)[0])
         else:
-            actions.append(torch.erf(noise / math.sqrt(2)))  # uniform in [-1, 1]
+            actions.append(torch.erf(noise / math.sqrt(2)))  # the normal's own distribution function: uniform in [-1, 1]
         obs, _, _, _, _ = envs.step(MAX_CTRL * actions[-1].numpy())
         states.append(torch.from_numpy(obs).float())
-        labeller.add(states[-1][:, :POSE_SIZE])  # the pose after each step is labelled: see `result`
+        labeller.add(states[-1][:, :POSE_SIZE])  # the pose after each step is labelled by other threads
     return torch.stack(states), torch.stack(actions)
 
 
@@ -418,7 +429,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
     torch.manual_seed(args.seed)
     sac, rb = SAC(state_size, args).to(device), ReplayBuffer(state_size, args).to(device)
     optimizers = sac.optimizers(args.learning_rate)
-    # Its folder, curves and checkpoints; with --resume all of these go on as they were.
+    # Its folder, curves and checkpoints of these parts, whose policy it evaluates; --resume restores them all.
     run = Run(args, checkpoint, labeller, policy=sac.policy, sac=sac, rb=rb, **optimizers)
 
     while run.step < args.total_timesteps and not run.stopped:
@@ -430,7 +441,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         policy = deepcopy(sac.policy).cpu()
         playing = labeller.pool.submit(rollout, None if warmup else policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn, at the same time: SAC, on the transitions of the rounds before.
+        # ---- Learn, at the same time: SAC, on the transitions of the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         for optimizer in optimizers.values():
             decay = 1 if args.paper else 1 - run.step / args.total_timesteps
@@ -440,11 +451,11 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
             update_actor = args.paper or update % 2 == 0
             losses |= sac_update(sac, optimizers, rb.sample(args.batch_size, args.n_step, number), update_actor, args)
 
-        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (Definition 1); the rest is done here.
+        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (`Worker.label`); the rest is done here.
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 0])
-        if not args.paper:
+        if not args.paper:  # the buffer keeps raw values: each update scales them anew
             sac.obs_norm.update(states[..., 2:].flatten(0, 1).to(device))
             sac.reward_norm.update(labels[:, :, :1].flatten(0, 1).to(device))
 
@@ -626,7 +637,8 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(id=os.path.basename(args.run_dir), config=asdict(args), resume="allow", sync_tensorboard=True)
+            name = os.path.basename(os.path.abspath(args.run_dir))
+            wandb.init(id=name, config=asdict(args), resume="allow", sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=self.step + 1)  # forget what a killed run logged beyond
         self.writer.add_text("settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", desc="train", smoothing=0.05)
@@ -710,6 +722,8 @@ def read_settings() -> tuple[Args, dict | None]:
         raise UsageError(f"no task {args.task}: there are {', '.join(TASKS)}")
     args.prompt = args.prompt or (TASKS[args.task or "kneeling"][0],)
     args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
+    if not args.ent_coef > 0:
+        raise UsageError("--ent-coef must be above 0: its logarithm is what is tuned")
     if args.n_step > args.episode_length:
         raise UsageError(f"--n-step {args.n_step} is more than the {args.episode_length} steps of an episode")
     for name, value in asdict(args).items():
@@ -720,7 +734,7 @@ def read_settings() -> tuple[Args, dict | None]:
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("PyTorch sees no CUDA GPU here: leave out --device cuda")
+        raise UsageError("PyTorch sees no CUDA GPU here" + ("" if args.resume else ": leave out --device cuda"))
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"

@@ -52,7 +52,7 @@ class Args:
     threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step at the goal
     textures: Literal["realistic", "original"] = "realistic"  # mountains with a red car, or as Gymnasium draws it
-    clip_model: str | None = None  # OpenCLIP's NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:PATH, or tiny, the bundled
+    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny (default, CUDA: bigG)
     clip_batch_size: int = 128  # frames drawn and scored at once
     precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
     ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
@@ -67,7 +67,7 @@ class Args:
     learning_rate: float = 1e-4  # of Adam, for actor and critics
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.9999  # discount factor
-    tau: float = 0.01  # share of the critics that their targets take over at each update
+    tau: float = 0.01  # how far the targets move towards the critics at each update: 0 not at all, 1 all the way
     batch_size: int = 256  # transitions per update (Stable-Baselines3's default, as in the paper)
     ent_coef: float = 0.1  # weight of the policy's entropy in its objective, fixed
     noise_correlation: float = 0.917  # of the exploration noise from one step to the next (see the top); 0 is SAC's own
@@ -222,7 +222,7 @@ class Worker:
     def label(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 2) -> CLIP rewards and true rewards (N, 2), both on the CPU."""
         frames = self.scene.draw(states)  # (N, 3, height, width) uint8, never stored
-        rewards = self.reward_model(frames)  # R(s): `goal_baseline_reward` in clip_reward.py
+        rewards = self.reward_model(frames)  # R(s): `CLIPReward.reward` in clip_reward.py
         return torch.stack([rewards.cpu(), ground_truth_reward(states)], dim=1)
 
 
@@ -305,14 +305,14 @@ class SAC(nn.Module):
         self.qf1, self.qf2 = SoftQNetwork(), SoftQNetwork()
         self.qf1_target, self.qf2_target = deepcopy(self.qf1), deepcopy(self.qf2)
 
+    def follow(self, tau: float) -> None:
+        """Polyak averaging, all in one operation: mean <- (1 - τ) mean + τ learned."""
+        means = [*self.qf1_target.parameters(), *self.qf2_target.parameters()]
+        get_ema_multi_avg_fn(1 - tau)(means, [*self.qf1.parameters(), *self.qf2.parameters()], None)
+
     def optimizers(self, learning_rate: float) -> dict[str, torch.optim.Adam]:
         groups = {"q": [*self.qf1.parameters(), *self.qf2.parameters()], "actor": [*self.policy.parameters()]}
         return {f"{name}_optimizer": torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
-
-    def follow(self, tau: float) -> None:
-        """Move the running means a step towards what they follow, all in one operation."""
-        means = [*self.qf1_target.parameters(), *self.qf2_target.parameters()]
-        get_ema_multi_avg_fn(1 - tau)(means, [*self.qf1.parameters(), *self.qf2.parameters()], None)
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict[str, torch.Tensor]:
@@ -355,10 +355,10 @@ def rollout(policy: Actor | None, noise_scale: float, envs: MountainCar, labelle
         if policy:
             actions.append(squash(*policy(states[-1]), noise_scale * noise)[0])
         else:
-            actions.append(torch.erf(noise / math.sqrt(2)))  # uniform in [-1, 1]
+            actions.append(torch.erf(noise / math.sqrt(2)))  # the normal's own distribution function: uniform in [-1, 1]
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
-        labeller.add(states[-1])  # the state after each step is labelled: see `result`
+        labeller.add(states[-1])  # the state after each step is labelled by other threads
     return torch.stack(states), torch.stack(actions)
 
 
@@ -368,7 +368,7 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
     torch.manual_seed(args.seed)
     sac, rb = SAC().to(device), ReplayBuffer(args).to(device)
     optimizers = sac.optimizers(args.learning_rate)
-    # Its folder, curves and checkpoints; with --resume all of these go on as they were.
+    # Its folder, curves and checkpoints of these parts, whose policy it evaluates; --resume restores them all.
     run = Run(args, checkpoint, labeller, policy=sac.policy, sac=sac, rb=rb, **optimizers)
 
     while run.step < args.total_timesteps and not run.stopped:
@@ -380,13 +380,13 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         policy = deepcopy(sac.policy).cpu()
         playing = labeller.pool.submit(rollout, None if warmup else policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn, at the same time: SAC, on the transitions of the rounds before.
+        # ---- Learn, at the same time: SAC, on the transitions of the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         losses = {}
         for _ in range(0 if warmup or number == 0 else args.gradient_steps):
             losses = sac_update(sac, optimizers, rb.sample(args.batch_size, number), args)
 
-        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (Definition 1); the rest is done here.
+        # ---- Label: threads have begun to draw the states and to score the frames with CLIP (`Worker.label`); the rest is done here.
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)  # CLIP rewards and true rewards
         rb.add(number, states, actions, labels[:, :, 1 if args.reward == "ground-truth" else 0])
@@ -466,7 +466,8 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(id=os.path.basename(args.run_dir), config=asdict(args), resume="allow", sync_tensorboard=True)
+            name = os.path.basename(os.path.abspath(args.run_dir))
+            wandb.init(id=name, config=asdict(args), resume="allow", sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=self.step + 1)  # forget what a killed run logged beyond
         self.writer.add_text("settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", desc="train", smoothing=0.05)
@@ -553,7 +554,7 @@ def read_settings() -> tuple[Args, dict | None]:
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {value}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("PyTorch sees no CUDA GPU here: leave out --device cuda")
+        raise UsageError("PyTorch sees no CUDA GPU here" + ("" if args.resume else ": leave out --device cuda"))
     args.precision = args.precision or native_precision(args.device)
     args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
