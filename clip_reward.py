@@ -11,8 +11,10 @@ and the `Labeller`, which has many frames scored at once.
 
 import difflib
 import logging
+import math
 import os
 import sys
+import zipfile
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,27 +103,27 @@ class CLIPReward(torch.nn.Module):
         texts = prompts + baseline_prompts + negative_prompts
         if not 0 <= alpha <= 1 or not 0 <= (threshold or 0) <= 1:
             raise UsageError(f"α and the threshold must lie between 0 and 1; they are {alpha} and {threshold}")
-        if temperature is not None and not temperature > 0:
-            raise UsageError(f"the temperature must be above 0, not {temperature}")
+        if temperature is not None and not 0 < temperature < math.inf:
+            raise UsageError(f"the temperature must be above 0 and finite, not {temperature}")
         if not negative_prompts and not temperature is threshold is None:
             raise UsageError("temperature and threshold belong to the contrastive reward: give a negative prompt")
         if not prompts or not all(text.strip() for text in texts):
             raise UsageError("a prompt is empty: say in a few words what there is to see")
         if alpha > 0 and not baseline_prompts + negative_prompts:
             raise UsageError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
-        name, pretrained, quick_gelu = find_clip_model(clip_model)
+        name, how = find_clip_model(clip_model)
         logging.disable(logging.ERROR)  # open_clip and the hub log each failure several times: it becomes one line below
         try:
             tokenizer = open_clip.get_tokenizer(name)
             for text in texts:
                 check_length(text, tokenizer)
-            how = {"precision": precision, "device": device, "force_quick_gelu": quick_gelu, "return_transform": False}
-            self.model = open_clip.create_model_from_pretrained(name, pretrained, **how)
+            # In its precision before it goes to the GPU, where float32 would take twice the room.
+            model = open_clip.create_model_from_pretrained(name, precision=precision, return_transform=False, **how)
+            self.model = model.to(device)
         except UsageError:
             raise
         except Exception as error:  # anything may be wrong with a file or a download, and each library says it its own way
-            reason = str(error).strip().split("\n")[0]
-            raise UsageError(f"cannot load the CLIP model {clip_model}: {reason[:300]}; {ELSEWHERE}") from error
+            raise UsageError(f"cannot load the CLIP model {clip_model}: {first_line(error)}; {ELSEWHERE}") from error
         finally:
             logging.disable(logging.NOTSET)
         self.model.eval().requires_grad_(False)
@@ -135,7 +137,12 @@ class CLIPReward(torch.nn.Module):
         self.interpolation = "bicubic" if cfg["interpolation"] == "random" else cfg["interpolation"]
         self.mean, self.std = (torch.tensor(cfg[key], device=device).view(3, 1, 1) * 255 for key in ("mean", "std"))
 
-        goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)
+        try:
+            self.embed(torch.zeros(1, 3, *self.size, dtype=torch.uint8))
+            goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)
+        except (RuntimeError, TypeError) as error:  # as CoCa's text encoder in bf16
+            advice = "try --precision fp32" if precision != "fp32" else ELSEWHERE
+            raise UsageError(f"{clip_model} does not work in {precision}: {first_line(error)}; {advice}") from error
         self.goal = goal  # (D,)
         self.baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0) if baseline_prompts else goal  # (D,)
         self.negatives = self.embed_text(tokenizer(negative_prompts).to(device)) if negative_prompts else None  # (K, D)
@@ -234,9 +241,11 @@ class Labeller:
         for task in tqdm(self.tasks, desc=show, leave=False, disable=not show):
             self.label_next()  # this thread helps
             task.result()
-        labels = [self.labels[number] for number in range(len(self.tasks))]
+        labels = torch.cat([self.labels[number] for number in range(len(self.tasks))])
         self.rest, self.tasks, self.labels = None, [], {}
-        return torch.cat(labels)
+        if not labels[:, 0].isfinite().all():
+            raise UsageError("the reward model pays NaN or infinity: try --precision fp32, or another --temperature")
+        return labels
 
 
 class RayWorker:
@@ -272,33 +281,58 @@ def native_precision(device: str | torch.device) -> str:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
-def find_clip_model(clip_model: str) -> tuple[str, str | None, bool]:
-    """What open_clip calls the model: its name, its weights (a tag, a file, or None), and whether it wants QuickGELU."""
+def find_clip_model(clip_model: str) -> tuple[str, dict]:
+    """What open_clip calls the model, and what else it must be told: weights, activation, normalization of pixels."""
     import open_clip
     from open_clip.pretrained import get_pretrained_cfg
 
     clip_model = TINY if clip_model == "tiny" else clip_model
     if clip_model.startswith("local-dir:"):
-        folder = clip_model.removeprefix("local-dir:")
-        if not os.path.isfile(f"{folder}/open_clip_config.json"):
+        folder = Path(clip_model.removeprefix("local-dir:"))
+        if not (folder / "open_clip_config.json").is_file():
             raise UsageError(f"no CLIP model in {folder}: it holds no open_clip_config.json")
-        return clip_model, None, False
+        if "hf_tokenizer_name" in (folder / "open_clip_config.json").read_text() and not [*folder.glob("tokenizer*")]:
+            raise UsageError(f"{folder} holds no tokenizer: put its files there (tokenizer.json, tokenizer_config.json)")
+        return clip_model, {}
     if clip_model.startswith("hf-hub:"):
         check_hub(clip_model, clip_model.removeprefix("hf-hub:"), "")
-        return clip_model, None, False
+        return clip_model, {}
     name, _, pretrained = clip_model.partition("/")
     if name not in open_clip.list_models():
         if os.path.isdir(clip_model):
             raise UsageError(f"{clip_model} is a folder; for the model in it write local-dir:{clip_model}")
-        raise UsageError(f"unknown CLIP model {name}{nearest(name, [*open_clip.list_models(), 'tiny'])}")
+        if os.path.isfile(clip_model):
+            raise UsageError(f"whose weights are in {clip_model}? Write NAME/{clip_model}, as in ViT-B-32/{clip_model}")
+        raise UsageError(f"unknown CLIP model {name or repr(clip_model)}{nearest(name, [*open_clip.list_models(), 'tiny'])}")
     cfg, tags = get_pretrained_cfg(name, pretrained), open_clip.list_pretrained_tags_by_model(name)
+    tokenizer = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
     if cfg:
         check_hub(clip_model, *os.path.split(cfg["hf_hub"]))
     elif not pretrained:
         raise UsageError(f"{name} needs a weights tag or file, as in {name}/{(tags or ['/path/to/weights.pt'])[0]}")
     elif not os.path.isfile(pretrained):
         raise UsageError(f"{name} has no weights file or tag {pretrained}{nearest(pretrained, tags)}")
-    return name, pretrained, cfg.get("quick_gelu", False)  # OpenAI's weights are wrong with plain GELU
+    if tokenizer:
+        check_hub(f"the tokenizer of {name}", tokenizer, "tokenizer_config.json")
+    how = {"pretrained": pretrained, "force_quick_gelu": cfg.get("quick_gelu", False)}  # OpenAI's are wrong with plain GELU
+    return name, how if cfg else how | about_file(name, pretrained, [get_pretrained_cfg(name, tag) for tag in tags])
+
+
+def about_file(name: str, path: str, tags: list[dict]) -> dict:
+    """How to load weights from a file, and how they want their pixels: as all tagged weights of the model, if these agree."""
+    keys = ("mean", "std", "interpolation")
+    wanted = [{f"image_{key}": tag[key] for key in keys} for tag in tags]
+    if not wanted or any(other != wanted[0] for other in wanted):
+        print(f"{path}: pixels are assumed to be normalized as OpenAI's (published weights of {name} do not say, or disagree)")
+        wanted = [{}]
+    archive = zipfile.is_zipfile(path) and any("constants.pkl" in entry for entry in zipfile.ZipFile(path).namelist())
+    return wanted[0] | {
+        "weights_only": not archive
+    }  # OpenAI's own are TorchScript archives, which hold code instead of pickles
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().split("\n")[0][:300]
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -320,8 +354,7 @@ def check_hub(clip_model: str, repo: str, file: str) -> None:
     except (RepositoryNotFoundError, HFValidationError):
         raise UsageError(f"the hub has no model {repo} (or it is private): check {clip_model}") from None
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UsageError(f"cannot fetch {clip_model}: no answer from the hub ({reason}); {ELSEWHERE}") from error
+        raise UsageError(f"cannot fetch {clip_model}: no answer from the hub ({first_line(error)}); {ELSEWHERE}") from error
 
 
 def check_length(text: str, tokenizer) -> None:
@@ -330,4 +363,4 @@ def check_length(text: str, tokenizer) -> None:
     padding = tokenizer([""], context_length=2 * room)[0, -2]  # (the last place of some models' texts is a class token)
     length, full_length = ((tokenizer([text], context_length=n) != padding).sum() for n in (room, 2 * room))
     if full_length > length:
-        raise UsageError(f'too long for this model, which reads {room} tokens; shorten it: "{text}"')
+        raise UsageError(f'too long for this model, which reads {room} tokens; shorten it: "{text[:60]}…"')

@@ -12,9 +12,11 @@ e^(-√0.0075 t), 0.917 a step, has the most power there, and one random episode
 noise is the standard normal that SAC wants; nothing else changes. (The paper does not say what it explored with.)
 """
 
+import fcntl
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -23,6 +25,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the imports below
 
 import imageio.v3 as iio
 import numpy as np
@@ -35,7 +40,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from clip_reward import CLIPReward, Labeller, UsageError, native_precision
+from clip_reward import CLIPReward, Labeller, UsageError, first_line, native_precision
 
 SCRIPT = Path(__file__).stem
 
@@ -59,7 +64,7 @@ class Args:
 
     seed: int = 1  # of the weights, the start states and the exploration
     device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
-    total_timesteps: int = 320_000  # of all environments, in whole rounds (paper: 3,000,000, with a model new to the scene)
+    total_timesteps: int | None = None  # of all environments, in whole rounds (default: 320,000 with tiny, or 3,000,000)
     num_envs: int = 16  # environments side by side
     episode_length: int = 200  # steps, as in an example of the paper's code; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round: one for each step of all environments, as in Stable-Baselines3
@@ -448,9 +453,23 @@ def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Ar
 
 def save(path: str, content: bytes | dict) -> None:
     """Write a file whole or not at all: a kill at any moment leaves the old one."""
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
-    os.replace(f"{path}.tmp", path)
+    try:
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+        os.replace(f"{path}.tmp", path)
+    except (OSError, RuntimeError) as error:  # RuntimeError is how torch.save finds a disk full
+        Path(f"{path}.tmp").unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path} ({first_line(error)}); once it can be, go on with --resume") from error
+
+
+def load(path: str, part: str) -> dict:
+    """A file of a run of this script, checkpoint.pt or best.pt, that holds this part."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        Args(**content["settings"]), content["progress"], content[part]
+        return content
+    except Exception as error:  # whatever the file holds instead
+        raise UsageError(f"{path} is not a checkpoint of {SCRIPT}.py ({first_line(error)})") from error
 
 
 class Run:
@@ -459,15 +478,28 @@ class Run:
     def __init__(self, args: Args, checkpoint: dict | None, labeller: Labeller, **parts):
         self.args, self.labeller, self.parts, self.stopped = args, labeller, parts, 0
         self.step, self.best_return = checkpoint["progress"] if checkpoint else (0, -math.inf)
+        if checkpoint and parts.keys() - checkpoint.keys():
+            raise UsageError(f"{args.run_dir}/checkpoint.pt lacks {', '.join(parts.keys() - checkpoint.keys())}")
         for name, part in parts.items() if checkpoint else ():
             part.load_state_dict(checkpoint[name])
         os.makedirs(args.run_dir, exist_ok=True)
-        self.save("checkpoint.pt", **parts)
+        self.lock = os.open(args.run_dir, os.O_RDONLY)  # until this process ends, however it does
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{args.run_dir} belongs to a training that is still going") from None
         if args.track:
-            import wandb
+            try:
+                import wandb
 
-            name = os.path.basename(os.path.abspath(args.run_dir))
-            wandb.init(id=name, config=asdict(args), resume="allow", sync_tensorboard=True)
+                name = re.sub(r"[^\w.-]", "-", os.path.basename(os.path.abspath(args.run_dir)))
+                wandb.init(id=name, config=asdict(args), resume="allow", sync_tensorboard=True)
+            except Exception as error:  # no package, no API key, no network: a run that has begun goes on without
+                print(f"--track does not work ({first_line(error)}): pip install wandb, and wandb login")
+                if not checkpoint:
+                    os.rmdir(args.run_dir)
+                    sys.exit(2)
+        self.save("checkpoint.pt", **parts)
         self.writer = SummaryWriter(args.run_dir, purge_step=self.step + 1)  # forget what a killed run logged beyond
         self.writer.add_text("settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", desc="train", smoothing=0.05)
@@ -519,6 +551,7 @@ class Run:
         """After the loop, which ends the program if it was stopped."""
         self.bar.close()
         self.writer.close()
+        os.close(self.lock)
         if self.stopped:
             self.save("checkpoint.pt", **self.parts)
             print(f"stopped at step {self.step}, nothing lost; go on with: python {SCRIPT}.py --resume {self.args.run_dir}")
@@ -536,15 +569,11 @@ def read_settings() -> tuple[Args, dict | None]:
         others = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")} - takes
         if others:
             raise UsageError(f"a checkpoint brings its own settings: leave out {', '.join(sorted(others))}")
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            settings = Args(**checkpoint["settings"])
-            checkpoint["rb" if args.resume else "policy"]
-        except Exception as error:  # whatever the file holds instead
-            raise UsageError(f"{path} is not a checkpoint of {SCRIPT}.py: {str(error).splitlines()[0]}") from error
+        checkpoint = load(path, "rb" if args.resume else "policy")
+        settings = Args(**checkpoint["settings"])
         settings.run_dir, settings.device = os.path.dirname(path), settings.device if args.resume else None
         args = tyro.cli(Args, default=settings)
-    elif args.run_dir and os.path.exists(args.run_dir):
+    elif args.run_dir and os.path.isdir(args.run_dir) and {*os.listdir(args.run_dir)} - {"checkpoint.pt.tmp"}:
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     for name, value in asdict(args).items():
         least = 0 if name in ("seed", "learning_starts", "ray_workers") else 1
@@ -552,16 +581,24 @@ def read_settings() -> tuple[Args, dict | None]:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least} and less than 2^40, not {value}")
         if type(value) is float and name != "temperature" and not 0 <= value <= 1:
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {value}")
+    for name in ("prompt", "baseline_prompt", "negative_prompt"):
+        if sum(len(text.split()) == 1 for text in getattr(args, name)) > 1:
+            raise UsageError(f"--{name.replace('_', '-')} takes sentences, not words: put quotes around each")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("PyTorch sees no CUDA GPU here" + ("" if args.resume else ": leave out --device cuda"))
     args.precision = args.precision or native_precision(args.device)
-    args.clip_model = args.clip_model or ("tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k")
+    if args.clip_model is None:
+        args.clip_model = "tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k"
+    if args.total_timesteps is None:
+        args.total_timesteps = 320_000 if args.clip_model == "tiny" else 3_000_000
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
     return args, checkpoint
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     args, checkpoint = read_settings()
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
@@ -571,16 +608,28 @@ def main() -> None:
         train(args, checkpoint, labeller)
     path = args.evaluate or f"{args.run_dir}/best.pt"
     policy = Actor()
-    policy.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["policy"])
+    policy.load_state_dict(load(path, "policy")["policy"])
     path = f"{path[:-3]}_evaluation" if args.evaluate else f"{args.run_dir}/result"
-    write_result(path, *evaluate(policy, args.episodes, labeller, args), args)
+    states, labels = evaluate(policy, args.episodes, labeller, args)
+    if not args.evaluate:
+        with SummaryWriter(args.run_dir) as writer:
+            for name, value in summary(labels).items():
+                writer.add_scalar(f"result/{name}", value, args.total_timesteps)
+    write_result(path, states, labels, args)
 
 
 if __name__ == "__main__":
     try:
         main()
+    except BrokenPipeError:  # … | head
+        os._exit(141)
     except (UsageError, OSError, ImportError) as error:
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error) and type(error) is not MemoryError:
+            raise
+        print(f"{SCRIPT}.py: error: out of memory: try less of --num-envs, --buffer-size, --clip-batch-size", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr, flush=True)
