@@ -809,12 +809,13 @@ if __name__ == "__main__":
     except BrokenPipeError:  # … | head
         os._exit(141)
     except (UsageError, OSError, ImportError) as error:
-        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
+        tqdm.write(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if "memory" not in str(error) and type(error) is not MemoryError:
             raise
-        print(f"{SCRIPT}.py: error: out of memory: try less of --num-envs, --buffer-size, --clip-batch-size", file=sys.stderr)
+        advice = "out of memory: try less of --num-envs, --buffer-size, --clip-batch-size"
+        tqdm.write(f"{SCRIPT}.py: error: {advice}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import runpy
 import shlex
 import shutil
 import signal
@@ -377,6 +378,7 @@ def test_a_run_leaves_what_it_promises(unbroken):
     scalars = set(events.Tags()["scalars"])
     assert {"charts/clip_return", "charts/ground_truth_return", "charts/success_rate", "charts/SPS"} <= scalars
     assert any(name.startswith("losses/") for name in scalars)
+    assert events.Scalars("result/clip_return")[-1].value == pytest.approx(figures["clip_return"])
     assert [event.step for event in events.Images("frames")][:3] == [240, 480, 720]
     assert "settings/text_summary" in events.Tags()["tensors"]
     evaluations = events.Scalars("evaluation/clip_return")
@@ -542,6 +544,12 @@ BAD = [
     ("--negative-prompt x --temperature 0", "temperature must be above 0"),
     ("--negative-prompt x --threshold 1.5", "--threshold must lie between 0 and 1"),
     ("--threshold 0.5", "give a negative prompt"),
+    ("--negative-prompt x --temperature inf", "temperature must be above 0 and finite"),
+    ("--prompt pole upright on the cart", "--prompt takes sentences, not words: put quotes around each"),
+    ("--negative-prompt pole lying", "--negative-prompt takes sentences"),
+    ("--clip-model ''", "unknown CLIP model ''"),
+    ("--clip-model FILE", "Write NAME/FILE"),
+    ("--prompt '" + "x" * 10_000 + "'", "xxx…"),
 ]
 
 
@@ -568,8 +576,149 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, expected, unbroken,
     if stopped.type is SystemExit:  # tyro's own, which frames its errors
         assert stopped.value.code == 2 and expected in ("x", "no-such-flag", "fp64", "cpu:3")
     else:
-        assert "\n" not in message and "Traceback" not in err
+        assert "\n" not in message and "Traceback" not in err and len(message) < 500
     assert sorted(tmp_path.rglob("*")) == left
+
+
+def the_error(code: int, err: str) -> str:
+    """What a script says that ends with exit code 2: one line, whatever the progress bar shows around it."""
+    lines = [line for line in err.replace("\r", "\n").splitlines() if ".py: error: " in line]
+    assert code == 2 and "Traceback" not in err and len(lines) == 1, err
+    return lines[0]
+
+
+def failed(process: subprocess.Popen) -> str:
+    _, err = process.communicate(timeout=120)
+    return the_error(process.returncode, err)
+
+
+@pytest.fixture
+def fails(one_thread, monkeypatch, capsys):
+    """A function that runs a script as `python SCRIPT.py` does, but in this process -> its error."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def fails(script: str, *words) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+        return the_error(stopped.value.code, capsys.readouterr().err)
+
+    yield fails
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def copied(unbroken, tmp_path) -> tuple[str, Path]:
+    """Script and a copy of its run's folder."""
+    shutil.copytree(unbroken[1], tmp_path / "run")
+    return unbroken[0], tmp_path / "run"
+
+
+def test_files_that_are_broken_are_named_in_a_line(copied, fails):
+    script, run_dir = copied
+    (run_dir / "best.pt").write_bytes((run_dir / "best.pt").read_bytes()[:5000])
+    assert "run/best.pt is not a checkpoint" in fails(script, "--resume", run_dir)
+    checkpoint = load(run_dir / "checkpoint.pt")
+    optimizer = next(name for name in checkpoint if name.endswith("optimizer"))
+    del checkpoint[optimizer]
+    torch.save(checkpoint, run_dir / "checkpoint.pt")
+    assert f"run/checkpoint.pt lacks {optimizer}" in fails(script, "--resume", run_dir)
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path):
+    """No file may become larger than what the first checkpoint has, nor may they be where there is no folder any more."""
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+    limit += (
+        "sys.argv = sys.argv[2:]; sys.path.insert(0, '" + str(ROOT) + "'); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", limit, "100000", ROOT / "dqn_clip_cartpole.py", *SHORT, "--run-dir", tmp_path / "run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "cannot write" in failed(process) and not list(tmp_path.rglob("*.tmp"))
+    process = start("dqn_clip_cartpole", *SHORT, "--run-dir", "gone", folder=tmp_path)
+    while not (tmp_path / "gone" / "best.pt").exists():
+        time.sleep(0.002)
+    shutil.rmtree(tmp_path / "gone")
+    line = failed(process)
+    assert "cannot write gone/" in line or "No such file" in line
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew_in_its_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint.pt.tmp").write_bytes(b"half")
+    out = run("sac_clip_mountaincar", *SHORT, "--total-timesteps=240", "--run-dir", "run", folder=tmp_path)
+    assert "written to run/result" in out
+
+
+def test_a_run_is_not_resumed_while_it_goes_on(tmp_path):
+    long = [*SHORT, "--total-timesteps=600000", "--run-dir", "run"]
+    process = start("sac_clip_mountaincar", *long, folder=tmp_path)
+    try:
+        while not (tmp_path / "run" / "best.pt").exists():
+            time.sleep(0.01)
+        other = start("sac_clip_mountaincar", "--resume", "run", folder=tmp_path)
+        assert "run belongs to a training that is still going" in failed(other)
+        assert process.poll() is None
+    finally:
+        process.kill()
+    process.communicate()
+    resumed = start("sac_clip_mountaincar", "--resume", "run", folder=tmp_path)  # what was killed keeps nothing
+    assert "train:" in resumed.stderr.readline() + resumed.stderr.read(30)
+    resumed.kill()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_out_of_memory_and_rewards_that_are_no_numbers_are_a_line(script, fails, tmp_path):
+    common = ("--device", "cpu", "--clip-model", "tiny", "--num-envs=2", "--episode-length=5", "--run-dir")
+    much = "--buffer-size=1000000000000", "--total-timesteps=1000000000000"
+    assert "out of memory" in fails(script, *much, *common, tmp_path / "much")
+    small = "--negative-prompt", "x", "--temperature", "1e-42"
+    assert "pays NaN or infinity" in fails(script, *small, *common, tmp_path / "small")
+
+
+def test_terminals_of_every_kind(unbroken, tmp_path):
+    """One that knows ASCII alone, one that is closed after a line, and Ctrl-C while the packages are imported."""
+    script, _ = unbroken
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert "goal-baseline-alpha" in run(script, "--help", folder=tmp_path, **ascii_only)
+    line = f"set -o pipefail; {sys.executable} {ROOT}/{script}.py --help | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == "" and done.returncode in (0, 141)
+    process = start(script, *SHORT, folder=tmp_path)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err == "" and process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_tracking_that_does_not_work_is_a_line_and_a_run_that_has_begun_goes_on(script, train, tmp_path, monkeypatch, capsys):
+    """`wandb/`, the folder that Weights & Biases leaves, passes for the package."""
+    started = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: started.append(settings["id"])))
+    options = [*SHORT, "--total-timesteps=240", "--checkpoint-every=120", "--track", "--run-dir"]
+    train(script, *options, tmp_path / "a run: #1")
+    assert started == ["a-run---1"]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())
+    train(script, "--resume", tmp_path / "a run: #1")
+    assert "--track does not work (AttributeError" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        train(script, *options, tmp_path / "new")
+    assert stopped.value.code == 2 and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_steps_are_ours_with_tiny_and_the_papers_with_other_models(script, monkeypatch):
+    ours = {"dqn_clip_cartpole": 160_000, "sac_clip_mountaincar": 320_000, "sac_clip_humanoid": 128_000}[script]
+    papers = 10_000_000 if script == "sac_clip_humanoid" else 3_000_000
+    for words, expected in (
+        ("tiny", ours),
+        ("ViT-B-32/openai", papers),
+        ("ViT-B-32/openai --total-timesteps 7", 7),
+        ("tiny --total-timesteps 7", 7),
+    ):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", "--device", "cpu", "--clip-model", *words.split()])
+        assert SCRIPTS[script].read_settings()[0].total_timesteps == expected
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
