@@ -123,7 +123,7 @@ class CLIPReward(torch.nn.Module):
         except UsageError:
             raise
         except Exception as error:  # anything may be wrong with a file or a download, and each library says it its own way
-            raise UsageError(f"cannot load the CLIP model {clip_model}: {first_line(error)}; {ELSEWHERE}") from error
+            raise UsageError(f"cannot load {clip_model} as a CLIP model ({first_line(error)}); {ELSEWHERE}") from error
         finally:
             logging.disable(logging.NOTSET)
         self.model.eval().requires_grad_(False)

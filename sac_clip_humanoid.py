@@ -195,7 +195,7 @@ class Scene:
         except OSError:  # a home folder that cannot be written to
             wp.config.kernel_cache_dir = f"{tempfile.gettempdir()}/warp-{os.getuid()}"
             wp.init()
-        self.warp_device, self.lock = wp.device_from_torch(device), WARP if device.type == "cuda" else nullcontext()
+        self.warp_device, self.lock = wp.get_device(str(device)), WARP if device.type == "cuda" else nullcontext()
         wp.set_device(self.warp_device)
         model = scene_model(textures)
         self.geoms = torch.tensor([model.geom(name).id for name in GEOM_POINTS.values()], device=device)

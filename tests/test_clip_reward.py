@@ -193,7 +193,7 @@ def test_context_length_is_used_to_its_end_and_no_further(random_vit):
         assert str(error.value).count("\n") == 0 and "16" in str(error.value)
 
 
-def test_weights_from_a_file_by_name(tmp_path, monkeypatch):
+def test_weights_from_a_file_by_name(tmp_path, monkeypatch, capsys):
     """NAME//path/to/weights and NAME/TAG, with a small architecture added to open_clip's own list."""
     cfg = {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}
     (tmp_path / "test-clip.json").write_text(json.dumps(cfg))
@@ -207,6 +207,26 @@ def test_weights_from_a_file_by_name(tmp_path, monkeypatch):
         assert torch.equal(by_file.goal, by_folder.goal)
         with pytest.raises(UsageError, match="no weights file"):
             CLIPReward("test-clip//no/such/file.pt", GOAL)
+        assert "assumed to be normalized as OpenAI's" in capsys.readouterr().out  # no tag says anything about this one
+        with pytest.raises(UsageError, match=r"cannot load test-clip//etc/passwd as a CLIP model") as error:
+            CLIPReward("test-clip//etc/passwd", GOAL)
+        assert "\n" not in str(error.value)
+
+        # A TorchScript archive, as OpenAI's own are.
+        class Archive(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                for name, value in torch.load(weights, weights_only=True).items():
+                    own, *path, last = self, *name.split(".")
+                    for part in path:
+                        if not hasattr(own, part):
+                            own.add_module(part, torch.nn.Module())
+                        own = getattr(own, part)
+                    own.register_buffer(last, value)
+                self.register_buffer("context_length", torch.tensor(16))
+
+        torch.jit.script(Archive()).save(str(tmp_path / "archive.pt"))
+        assert torch.equal(CLIPReward(f"test-clip/{tmp_path / 'archive.pt'}", GOAL).goal, by_folder.goal)
 
         # A tag whose weights were trained with QuickGELU, like OpenAI's, must be run with it; the download is replaced.
         tag = {"hf_hub": "org/model/", "quick_gelu": True, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
@@ -261,19 +281,50 @@ def test_broken_files_are_one_line(tmp_path, random_vit):
     broken = tmp_path / "model"
     broken.mkdir()
     (broken / "open_clip_config.json").write_text("{")
-    with pytest.raises(UsageError, match="cannot load the CLIP model"):
+    with pytest.raises(UsageError, match="as a CLIP model"):
         CLIPReward(f"local-dir:{broken}", GOAL)
     config = Path(random_vit.removeprefix("local-dir:")) / "open_clip_config.json"
     (broken / "open_clip_config.json").write_text(config.read_text())
-    with pytest.raises(UsageError, match="cannot load the CLIP model"):  # no weights
+    with pytest.raises(UsageError, match="as a CLIP model"):  # no weights
         CLIPReward(f"local-dir:{broken}", GOAL)
     (broken / "open_clip_pytorch_model.bin").write_bytes(b"not a checkpoint")
-    with pytest.raises(UsageError, match="cannot load the CLIP model") as error:
+    with pytest.raises(UsageError, match="as a CLIP model") as error:
         CLIPReward(f"local-dir:{broken}", GOAL)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["ViT-B-32/openai", "hf-hub:org/name"])
+@pytest.mark.parametrize("name, mean, interpolation", [
+    ("ViT-B-32", [0.48145466, 0.4578275, 0.40821073], "bicubic"),
+    ("MobileCLIP-S1", [0, 0, 0], "bilinear"),
+    ("ViT-B-16-SigLIP", [0.5, 0.5, 0.5], "bicubic"),
+    ("PE-Core-T-16-384", [0.5, 0.5, 0.5], "bilinear"),
+    ("ViT-L-14", None, None),  # OpenAI's, or 0.5: its tags disagree
+])  # fmt: skip
+def test_a_file_is_normalized_as_the_tags_of_its_model(name, mean, interpolation, tmp_path, capsys):
+    torch.save({}, tmp_path / "weights.pt")
+    tags = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
+    how = clip_reward.about_file(name, str(tmp_path / "weights.pt"), tags)
+    assert how.get("image_mean") == (tuple(mean) if mean else None) and how.get("image_interpolation") == interpolation
+    assert ("assumed" in capsys.readouterr().out) == (mean is None) and how["weights_only"]
+
+
+def test_tokenizers_that_are_not_there_are_a_line_soon(tmp_path, monkeypatch):
+    cfg = {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG | {"hf_tokenizer_name": "org/own"}}
+    name = save_model(tmp_path / "model", {**cfg, "text_cfg": TEXT_CFG})
+    (tmp_path / "model" / "open_clip_config.json").write_text(json.dumps({"model_cfg": cfg, "preprocess_cfg": {}}))
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        CLIPReward(name, GOAL)
+    (tmp_path / "weights.pt").write_bytes(b"")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    asked = []
+    monkeypatch.setattr(clip_reward, "check_hub", lambda *what: asked.append(what))
+    monkeypatch.setattr(open_clip, "get_tokenizer", lambda _: (_ for _ in ()).throw(OSError("no tokenizer")))
+    with pytest.raises(UsageError, match="cannot load .*OSError: no tokenizer"):
+        CLIPReward(f"ViT-B-16-SigLIP/{tmp_path / 'weights.pt'}", GOAL)
+    assert asked == [("the tokenizer of ViT-B-16-SigLIP", "timm/ViT-B-16-SigLIP", "tokenizer_config.json")]
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32/openai", "hf-hub:org/name", "ViT-B-16-SigLIP//etc/hostname"])
 def test_hub_out_of_reach_is_one_line_soon(tmp_path, name):
     code = f"import sys, time; from clip_reward import *; t = time.time()\ntry: CLIPReward({name!r}, 'a cart')\n"
     code += "except UsageError as error: print(error); print(time.time() - t)"
@@ -281,6 +332,7 @@ def test_hub_out_of_reach_is_one_line_soon(tmp_path, name):
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, env=env, capture_output=True, text=True, timeout=120)
     line, seconds = done.stdout.splitlines()
+    name = "the tokenizer of ViT-B-16-SigLIP" if "SigLIP" in name else name
     assert f"cannot fetch {name}" in line and "--clip-model" in line and "tiny" in line
     assert done.stderr == "" and float(seconds) < 15
     assert not list(tmp_path.rglob("*.incomplete")) and not list(tmp_path.rglob("open_clip*"))

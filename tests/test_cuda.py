@@ -26,6 +26,7 @@ SCRIPTS = {module.SCRIPT: module for module in (dqn_clip_cartpole, sac_clip_moun
 aten = torch.ops.aten
 OWN_TO = torch.Tensor.to
 ways = Counter()  # between CPU and GPU: "to GPU", "to CPU", "item"
+moved = []  # bytes of each
 
 
 class Cuda(torch.Tensor):
@@ -73,6 +74,7 @@ def dispatch(func, args, kwargs):
         source, here = on_gpu[-1], on_gpu[0] if operation is aten.copy_ else gpu
         if source != here:
             ways["to GPU" if here else "to CPU"] += 1
+            moved.append(out_bytes(tensors[-1], kwargs.get("dtype")))
     elif operation is aten._local_scalar_dense:
         ways["item"] += any(on_gpu)
     elif (
@@ -122,6 +124,10 @@ class Down(torch.autograd.Function):
         return Cuda(grad)
 
 
+def out_bytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
@@ -158,13 +164,12 @@ def gpu(monkeypatch):
 
     current = []
 
-    def device_from_torch(device):
-        assert device.type == "cpu" or device.index is not None, "Warp asks for the device's number"
-        return str(device)
+    def get_device(name=None, own=warp.get_device):
+        return name if str(name).startswith("cuda") else own(name)
 
     def render(model, data, context, own=mujoco_warp.render):
         scene = sys._getframe(1).f_locals["self"]
-        assert current[-1] == str(scene.device), "would be drawn on another device"
+        assert str(current[-1]).startswith(scene.device.type), "would be drawn on another device"
         own(model, data, context)
 
     load = torch.load
@@ -177,7 +182,7 @@ def gpu(monkeypatch):
         return Cuda(own(array)) if sys._getframe(1).f_locals["self"].device.type == "cuda" else own(array)
 
     for name, function in {
-        "device_from_torch": device_from_torch, "set_device": current.append, "set_stream": lambda *_: None,
+        "get_device": get_device, "set_device": current.append, "set_stream": lambda *_: None,
         "stream_from_torch": lambda _: None, "to_torch": to_torch,
     }.items():  # fmt: skip
         monkeypatch.setattr(warp, name, function)
@@ -279,13 +284,12 @@ DEFECTS = [
     ("dqn_clip_cartpole", "torch.arange(width, device=states.device)", "torch.arange(width)"),
     ("dqn_clip_cartpole", "(batch_size,), device=self.rewards.device)", "(batch_size,))"),
     ("dqn_clip_cartpole", "torch.stack([rewards.cpu(), ", "torch.stack([rewards, "),
-    ("dqn_clip_cartpole", 'map_location="cpu", weights_only=True)["policy"]', 'weights_only=True)["policy"]'),
+    ("dqn_clip_cartpole", 'map_location="cpu", weights_only=True)', 'weights_only=True)'),
     ("sac_clip_mountaincar", "column = left + torch.arange(columns, device=self.device)", "column = left + torch.arange(columns)"),
     ("sac_clip_mountaincar", "torch.randn_like(actions)", "torch.randn(actions.shape)"),
     ("sac_clip_mountaincar", "actor_loss.detach(), ", "actor_loss.item(), "),
     ("sac_clip_humanoid", "2:].flatten(0, 1).to(device))", "2:].flatten(0, 1))"),
     ("sac_clip_humanoid", 'self.register_buffer("mean", torch.zeros(size))', "self.mean = torch.zeros(size)"),
-    ("sac_clip_humanoid", "args.clip_batch_size, device)", "args.clip_batch_size, torch.device(device.type))"),
     ("sac_clip_humanoid", "            with self.lock:\n                wp.set_device(self.warp_device)", "            if True:"),
     ("sac_clip_humanoid", "GEOM_POINTS.values()], device=device)", "GEOM_POINTS.values()])"),
 ]  # fmt: skip
@@ -300,5 +304,56 @@ def test_what_would_be_wrong_on_a_gpu_is_found_without_one(script, right, wrong,
     monkeypatch.setitem(sys.modules, script, module)
     exec(compile(source.replace(right, wrong), script, "exec"), module.__dict__)
     watch(module, monkeypatch)
-    with pytest.raises((RuntimeError, AssertionError, TypeError)):
+    with pytest.raises((RuntimeError, AssertionError, TypeError, clip_reward.UsageError)):
         main(module, *SHORT, "--device", "cuda", "--run-dir", tmp_path / "run")
+
+
+def test_weights_go_to_the_gpu_in_their_precision(gpu):
+    moved.clear()
+    model = clip_reward.CLIPReward("tiny", "a cart", device="cuda", precision="bf16").model
+    weights = [*model.parameters(), *model.buffers()]
+    assert {weight.device for weight in weights} == {torch.device("cuda:0")}
+    assert sum(moved) < 1.1 * sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+
+
+def test_the_tools_run_on_a_gpu(gpu, tmp_path, monkeypatch, capsys):
+    """The figures of the CPU, by the tools for datasets, reward models, landscapes and speed."""
+    for folder in ("figures", "benchmarks"):
+        monkeypatch.syspath_prepend(str(Path(clip_reward.__file__).parent / folder))
+    import dataset
+    import reward_landscape
+    import reward_models
+    import throughput
+
+    def call(module, *words) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
+        try:
+            module.main()
+        except SystemExit as end:
+            assert not end.code
+
+    for script in SCRIPTS:
+        call(dataset, "--script", script, "--states", "100", "--output", tmp_path / script)
+        tables = []
+        for device in ("cpu", "cuda"):
+            options = "--clip-model tiny --precision fp32 --resamples 10".split()
+            sheet = tmp_path / f"{script}_{device}.png"
+            call(reward_models, "--dataset", tmp_path / script, *options, "--device", device, "--output", sheet)
+            tables.append(sheet.with_suffix(".csv").read_text())
+            for kept in (tmp_path / script / "embeddings").iterdir():
+                kept.unlink()
+        assert tables[0] == tables[1]
+    curves = []
+    for device in ("cpu", "cuda"):
+        path = tmp_path / f"{device}.png"
+        call(reward_landscape, "--points", "9", "--clip-model", "tiny", "--device", device, "--output", path)
+        curves.append(path.with_suffix(".csv").read_text())
+    assert curves[0] == curves[1]
+
+    monkeypatch.setattr(throughput, "run_loop", lambda *_: 100.0)
+    monkeypatch.setattr(throughput, "matmul_rate", lambda device: 1e12)
+    monkeypatch.setattr(throughput, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(throughput.rate, "__defaults__", (0.0,))
+    for script in SCRIPTS:
+        args = throughput.Args(device="cuda", steps_per_round=32, repetitions=1, clip_batch_size=16)
+        assert len(throughput.measure(script, "tiny", "fp32", 8, args).split("|")) == 14
