@@ -1,6 +1,7 @@
-"""The GPU path on a machine without a GPU: tensors that say they are on cuda:0 refuse to meet those that are not.
+"""The GPU path, on a machine without a GPU: tensors that say they are on cuda:0 refuse to meet those that are not.
 
-Their numbers are on the CPU, so a run with them must end like one on the CPU; and each way between CPU and GPU is counted.
+Their numbers are on the CPU, so a run with them must end like one on the CPU; and each way between CPU and GPU is counted. Below,
+where there is a GPU, the same on it (`device`).
 """
 
 import json
@@ -8,7 +9,7 @@ import sys
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import mujoco_warp
 import pytest
@@ -357,3 +358,80 @@ def test_the_tools_run_on_a_gpu(gpu, tmp_path, monkeypatch, capsys):
     for script in SCRIPTS:
         args = throughput.Args(device="cuda", steps_per_round=32, repetitions=1, clip_batch_size=16)
         assert len(throughput.measure(script, "tiny", "fp32", 8, args).split("|")) == 14
+
+
+# ---- On the device itself, the GPU where there is one
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    return torch.device(request.param, 0 if request.param == "cuda" else None)
+
+
+def some_states(script: str, n: int = 40) -> torch.Tensor:
+    """States that differ, as they are drawn."""
+    module, args = SCRIPTS[script], SCRIPTS[script].Args(episode_length=n // 4)
+    envs = {"dqn_clip_cartpole": "CartPole", "sac_clip_mountaincar": "MountainCar"}
+    envs = getattr(module, envs[script])(4) if script in envs else module.make_envs(4, args)
+    drawn, policy = [], (module.QNetwork(),) if script == "dqn_clip_cartpole" else (None,)
+    module.rollout(*policy, 1.0, envs, SimpleNamespace(add=drawn.append), 1, args)
+    return torch.cat(drawn)
+
+
+def frames_of(script: str, states: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if script == "dqn_clip_cartpole":
+        return dqn_clip_cartpole.draw(states.to(device), 96, 96).cpu()
+    look = ("realistic",) if script == "sac_clip_mountaincar" else ("realistic", "fixed", 1, 16)
+    frames = SCRIPTS[script].Scene(96, 96, *look, device).draw(states)
+    return (frames[0] if script == "sac_clip_humanoid" else frames).cpu()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_frames_are_those_of_a_cpu(script, device):
+    """To 2 of 255; at the edges of what is ray-traced a ray may just miss on one of the two."""
+    states = some_states(script)
+    there, here = frames_of(script, states, device), frames_of(script, states, torch.device("cpu"))
+    apart = (there.int() - here.int()).abs()
+    assert (apart > 2).float().mean() <= (1e-3 if script == "sac_clip_humanoid" else 0)
+    assert here.float().std() > 10
+
+
+@pytest.mark.parametrize("how", [{"alpha": 0.0}, {"alpha": 0.5}, {"negative_prompts": ["a cart", "a pole that lies down"]}])
+def test_rewards_are_those_of_a_cpu(how, device):
+    frames = frames_of("dqn_clip_cartpole", some_states("dqn_clip_cartpole"), torch.device("cpu"))
+    prompts = "pole vertically upright on top of the cart", "pole and cart"
+    there, here = (clip_reward.CLIPReward("tiny", *prompts, device=place, **how)(frames).cpu() for place in (device, "cpu"))
+    assert here.std() > 0.01
+    torch.testing.assert_close(there, here, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_labels_come_in_the_order_of_the_states(script, device):
+    module, states = SCRIPTS[script], some_states(script)
+    prompt = ("a humanoid robot kneeling",) if script == "sac_clip_humanoid" else module.Args().prompt
+    settings = module.Args(prompt=prompt, clip_model="tiny", precision="fp32", clip_batch_size=7)
+    threads = torch.get_num_threads()
+    labeller = clip_reward.Labeller(module.Worker, settings, torch.device(device.type))
+    for part in states.split(9):
+        labeller.add(part)
+    labels = labeller.result()
+    labeller.pool.shutdown()
+    torch.set_num_threads(threads)
+    alone = torch.cat([module.Worker(settings, torch.device("cpu")).label(state[None]) for state in states[::5]])
+    torch.testing.assert_close(labels[::5], alone, atol=5e-3, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_there_is_resumed_and_its_policy_plays_on_both(script, device, main, tmp_path):
+    module = SCRIPTS[script]
+    main(module, *SHORT, "--device", device.type, "--run-dir", tmp_path / "run")
+    before = torch.load(tmp_path / "run/checkpoint.pt", map_location="cpu", weights_only=True)
+    assert before["rb"]["states"].abs().sum() > 0 and before["progress"][0] == 480
+    main(module, "--resume", tmp_path / "run")
+    returns = [figures(tmp_path / "run/result.json")["clip_return"]]
+    for place in ("cpu", device.type):
+        main(module, "--evaluate", tmp_path / "run/best.pt", "--episodes", 3, "--device", place)
+        returns.append(figures(tmp_path / "run/best_evaluation.json")["clip_return"])
+    assert returns == pytest.approx([returns[0]] * 3, rel=0.05)
