@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -164,7 +165,7 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
             rb.add(0, *script.rollout(actor, 0.5, envs, SimpleNamespace(add=drawn.append), 1, settings), 0.0)
 
         simulate = rate(play, [range(steps)], 1, device)
-        update = rate(lambda _, numbers: [update(k) for k in numbers], [range(updates)], 1, device) * steps / updates
+        updating = rate(lambda _, numbers: [update(k) for k in numbers], [range(updates)], 1, device) * steps / updates
         workers = [script.Worker(settings, device)]
         reward_model = workers[0].reward_model
         workers += [script.Worker(settings, device, reward_model) for _ in range(threads - 1)]
@@ -199,17 +200,35 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
         pairs = [(bare(), run_loop(name, options, args.rounds)) for _ in range(args.repetitions)]
     encoder, loop = (median(column) for column in zip(*pairs))
     efficiencies = sorted(b / a for a, b in pairs)
-    core_seconds = 1 / simulate + 1 / update + cores * (1 / draws + 1 / scores)  # a step
+    core_seconds = 1 / simulate + 1 / updating + cores * (1 / draws + 1 / scores)  # a step
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else memory
-    columns = [name, shown, precision, num_envs, *(f"{v:.0f}" for v in (simulate, draws, scores, update))]
+    columns = [name, shown, precision, num_envs, *(f"{v:.0f}" for v in (simulate, draws, scores, updating))]
     columns += [f"{encoder:.0f}", f"{loop:.0f}"]
     columns += [f"{median(efficiencies):.2f} ({efficiencies[0]:.2f} to {efficiencies[-1]:.2f})"]
     if device.type == "cuda":
-        columns += [f"{flops * loop / 1e12:.1f}", f"{flops * loop / matmul_rate(device):.2f}"]
+
+        def a_round() -> None:
+            play()
+            for k in range(updates):
+                update(k)
+            for states in torch.cat([*drawn]).split(batch_size):
+                workers[0].label(states)
+
+        columns += [f"{flops * loop / 1e12:.1f}", f"{flops * loop / matmul_rate(device):.2f}", synchronisations(a_round)]
     else:
         columns += [f"{loop * core_seconds / cores:.2f}"]
     return " | ".join(map(str, [*columns, f"{memory:.1f}"]))
+
+
+def synchronisations(work: Callable) -> int:
+    """How often the CPU waits for the GPU in work(), as PyTorch counts it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        work()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
 def matmul_rate(device: torch.device, size: int = 8192) -> float:
@@ -226,7 +245,7 @@ def main() -> None:
     precisions = args.precisions or (native_precision(args.device),)
     rows = [(s, m, p, n) for m in args.models for p in precisions for s in args.scripts for n in args.num_envs or (None,)]
     last = (
-        ("TFLOP/s", "of a bf16 matrix product", "GPU memory of the phases, GiB")
+        ("TFLOP/s", "of a bf16 matrix product", "waits for the GPU in a round", "GPU memory of the phases, GiB")
         if args.device != "cpu"
         else ("of the cores", "memory, GiB")
     )

@@ -5,6 +5,9 @@ where there is a GPU, the same on it (`device`).
 """
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import Future
@@ -157,7 +160,7 @@ def gpu(monkeypatch):
     """A machine with one GPU, until the test ends."""
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 1,
-        "get_device_capability": lambda *_: (9, 0), "current_stream": lambda *_: None, "synchronize": lambda *_: None,
+        "set_sync_debug_mode": lambda _: None, "get_device_capability": lambda *_: (9, 0), "current_stream": lambda *_: None, "synchronize": lambda *_: None,
         "max_memory_allocated": lambda *_: 0,
     }  # fmt: skip
     for name, function in cuda.items():
@@ -357,7 +360,29 @@ def test_the_tools_run_on_a_gpu(gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(throughput.rate, "__defaults__", (0.0,))
     for script in SCRIPTS:
         args = throughput.Args(device="cuda", steps_per_round=32, repetitions=1, clip_batch_size=16)
-        assert len(throughput.measure(script, "tiny", "fp32", 8, args).split("|")) == 14
+        assert len(throughput.measure(script, "tiny", "fp32", 8, args).split("|")) == 15
+
+
+def test_the_page_of_a_gpu_machine(tmp_path):
+    """`benchmarks/gpu.sh` with an nvidia-smi that knows two GPUs, and a python that answers at once."""
+    root = Path(clip_reward.__file__).parent
+    commands = {
+        "nvidia-smi": "echo NVIDIA H200, 570; echo NVIDIA H200, 570",
+        "python": 'case "$*" in *throughput*) printf "cuda\\n| script | loop |\\n|---|---|\\n| dqn | 1,234 |\\n";; *pytest*) echo 12 passed;; esac',
+        "git": "echo abc",
+    }
+    for name, command in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "results").mkdir()
+    script = shutil.copy(root / "benchmarks" / "gpu.sh", tmp_path / "benchmarks")
+    paths = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run([script], env=os.environ | {"PATH": paths}, check=True, capture_output=True)
+    page = (tmp_path / "results" / "gpu.md").read_text()
+    table = "| GPUs | script | loop |\n|---|---|---|\n| 0 | dqn | 1,234 |\n| 0,1 | dqn | 1,234 |\n"
+    assert page.endswith(table) and "12 passed" in page and "- NVIDIA H200, 570" in page
+    assert (tmp_path / "results" / "gpu.csv").read_text() == "GPUs,script,loop\n0,dqn,1;234\n0;1,dqn,1;234\n"
 
 
 # ---- On the device itself, the GPU where there is one
