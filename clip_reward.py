@@ -157,7 +157,11 @@ class CLIPReward(torch.nn.Module):
 
     @torch.no_grad()
     def embed(self, frames: torch.Tensor) -> torch.Tensor:
-        """Frames (N, 3, H, W) uint8, squashed to the model's size if they have another -> unit embeddings (N, D) float32."""
+        """Frames (N, 3, H, W) uint8, squashed to the model's size if they have another -> unit embeddings (N, D) float32.
+
+        The squashing is antialiased, as where CLIP models are trained. The paper's code shrank its frames without, which changes
+        the rewards; the scripts draw at the model's size.
+        """
         frames = frames.to(self.device)
         if frames.shape[-2:] != self.size:
             from torchvision.transforms import InterpolationMode, functional

@@ -469,7 +469,8 @@ def main() -> None:
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
-    print(f"prompt {'; '.join(args.prompt)}; run folder {args.run_dir}")
+    prompt = "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
+    print(f"prompt {prompt}; {args.total_timesteps:,} steps; run folder {args.run_dir}")
     if not args.evaluate:
         train(args, checkpoint, labeller)
     path = args.evaluate or f"{args.run_dir}/best.pt"

@@ -332,6 +332,12 @@ def main() -> None:
         for prompt in prompts:
             kinds = []
             for alpha, reward in rewards_of(args, embedded, prompt, baseline):
+                if reward.min() == reward.max():
+                    kind = alpha if alpha == "contrastive" else f"α = {alpha}"
+                    tqdm.write(
+                        f"left out: {clip_model}, {kind} pays all states the same, so nothing can be said of its distance"
+                    )
+                    continue
                 row = {
                     "model": clip_model,
                     "prompt": "; ".join(prompt),
@@ -349,7 +355,7 @@ def main() -> None:
                     kinds = [(row, reward)]  # of all rewards only the best is kept
             best += kinds
     if not rows:
-        raise DatasetError("none of the models could be used")
+        raise DatasetError("none of the models could be used" if skipped else "no reward tells one state from another")
     print("| model | parameters | prompt | α | EPIC distance (95 % interval) | with half goal states | average precision |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:

@@ -370,6 +370,17 @@ def test_frames_are_embedded_as_the_script_draws_them(script, tmp_path, monkeypa
     assert settings["textures"] == "realistic"
 
 
+def test_a_reward_that_is_the_same_for_all_states_is_left_out_in_words(cartpole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reward_models, "contrastive_reward", lambda frames, *_: torch.ones(len(frames)))
+    options = ["--clip-model", "tiny", "--device", "cpu", "--goal-baseline-alpha", "0", "--negative-prompt", "a cart"]
+    options += ["--resamples", 10, "--output", tmp_path / "sheet.png"]
+    assert call(reward_models, monkeypatch, "--dataset", cartpole, *options) == 0
+    out = capsys.readouterr().out
+    assert "left out: tiny, contrastive pays all states the same" in out and "nan" not in (
+        out + (tmp_path / "sheet.csv").read_text()
+    )
+
+
 def test_a_model_that_cannot_be_had_is_skipped_and_the_exit_code_tells(cartpole, tmp_path, monkeypatch, capsys):
     arguments = ["--dataset", cartpole, "--resamples", 5, "--goal-baseline-alpha", 0, "--output", tmp_path / "sheet.png"]
     assert call(reward_models, monkeypatch, *arguments, "--clip-model", "local-dir:/no/such", "tiny") == 3
