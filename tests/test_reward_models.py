@@ -76,7 +76,7 @@ def test_epic_distance_is_its_definition_over_transitions(seed, gamma):
 
 def test_epic_distance_at_its_limits():
     rng = torch.Generator().manual_seed(0)
-    label, weight = torch.rand(5000, generator=rng) < 0.3, torch.ones(1, 5000)
+    label, weight = torch.rand(5000, generator=rng) < 0.3, torch.ones(1, 5000, dtype=torch.float64)
     for scale, offset, expected in ((3.0, 5.0, 0), (1e-4, 0.3, 0), (-2.0, 1.0, 1)):
         assert epic_distance(scale * label.float() + offset, label, weight).item() == pytest.approx(expected, abs=1e-3)
     noise = torch.randn(5000, generator=rng)
