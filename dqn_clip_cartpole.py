@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -465,6 +466,7 @@ def read_settings() -> tuple[Args, dict | None]:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors on to this one
     args, checkpoint = read_settings()
     about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))

@@ -436,3 +436,11 @@ def test_transitions_of_several_steps_stay_within_an_episode():
     assert set(first.tolist()) == {100 * k + 10 * t + n for k in range(2) for t in range(3) for n in range(3)}
     assert torch.equal(next_states[:, 0], first + 30) and torch.equal(actions[:, 0], first)
     assert torch.equal(rewards, torch.stack([first, first + 10, first + 20]))
+
+
+@pytest.mark.parametrize("paper, floor", [(False, -5), (True, -20)])
+def test_the_floor_of_log_std_is_stable_baselines3s_with_the_papers_values(paper, floor):
+    actor = sac_clip_humanoid.Actor(10, paper)
+    with torch.no_grad():
+        actor[-1].bias.fill_(-100)
+    assert (actor(torch.zeros(3, 10))[1] == floor).all()

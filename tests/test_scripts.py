@@ -747,3 +747,9 @@ def test_mountaincar_learns_from_the_sentence(tmp_path):
     )
     run("sac_clip_mountaincar", *options.split(), folder=tmp_path)
     assert result(tmp_path / "run")["success_rate"] >= 0.95
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path):
+    home = {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/cache"}
+    out = run("sac_clip_humanoid", *SHORT, "--total-timesteps=120", "--run-dir=run", folder=tmp_path, **home)
+    assert "written to run/result" in out
