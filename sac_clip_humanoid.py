@@ -791,9 +791,8 @@ def main() -> None:
     labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
     prompt = "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
-    print(
-        f"prompt {prompt}; {args.total_timesteps:,} steps; run folder {args.run_dir}; task {args.task or 'unknown, without a success rate'}"
-    )
+    print(f"prompt {prompt}; {args.total_timesteps:,} steps; run folder {args.run_dir}")
+    print(f"task {args.task or 'unknown, without a success rate'}")
     if not args.evaluate:
         train(args, checkpoint, labeller)
     path = args.evaluate or f"{args.run_dir}/best.pt"

@@ -379,6 +379,9 @@ def test_a_reward_that_is_the_same_for_all_states_is_left_out_in_words(cartpole,
     assert "left out: tiny, contrastive pays all states the same" in out and "nan" not in (
         out + (tmp_path / "sheet.csv").read_text()
     )
+    monkeypatch.setattr(reward_models, "rewards_of", lambda *_: [(0.0, torch.ones(3))])
+    with pytest.raises(reward_models.DatasetError, match="no reward tells one state from another"):
+        call(reward_models, monkeypatch, "--dataset", cartpole, *options)
 
 
 def test_a_model_that_cannot_be_had_is_skipped_and_the_exit_code_tells(cartpole, tmp_path, monkeypatch, capsys):

@@ -643,6 +643,18 @@ def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path):
     assert "cannot write gone/" in line or "No such file" in line
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_curves_that_cannot_be_written_are_a_line(script, tmp_path):
+    """TensorBoard writes in a thread of its own, whose traceback is not to be seen beside that line."""
+    full = "import runpy, sys; from tensorboard.summary.writer.record_writer import RecordWriter\n"
+    full += "def write(self, data): raise OSError('no space for the curves')\n"
+    full += f"RecordWriter.write = write; sys.argv = sys.argv[1:]; sys.path.insert(0, {str(ROOT)!r})\n"
+    full += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", full, ROOT / f"{script}.py", *SHORT, "--run-dir", tmp_path / "run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "no space for the curves" in failed(process)
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_in_its_folder(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint.pt.tmp").write_bytes(b"half")
