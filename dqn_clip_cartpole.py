@@ -32,6 +32,7 @@ import tyro
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -63,10 +64,10 @@ class Args:
     episode_length: int = 200  # steps; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round (the paper's value)
     learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (paper: 75,000)
-    learning_rate: float = 5e-4  # of Adam (paper: 2.3e-3)
+    learning_rate: float = 5e-4  # of Adam, at first; it falls to 0 (paper: 2.3e-3, constant)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.99  # discount factor
-    target_network_frequency: int = 200  # updates between two renewals of the target network (paper: 625)
+    tau: float = 0.005  # how far, at each update, the mean network moves towards the network (paper: a copy every 625 updates)
     batch_size: int = 128  # transitions per update (paper: Stable-Baselines3's default, 32)
     end_e: float = 0.05  # share of random actions at the end; it falls from 1, round by round ...
     exploration_fraction: float = 0.1  # ... in this share of the steps
@@ -162,6 +163,9 @@ class Worker:
 class ReplayBuffer(nn.Module):
     """The newest rounds, played and labelled, in preallocated tensors (a Module for its `to` and `state_dict`).
 
+    What is learned from are rewards standardized by the mean and deviation of all kept. As episodes never end early, that changes
+    no optimal policy; but CLIP's rewards lie close together and far from 0, and would bury the values' differences under their sum.
+
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
     """
@@ -173,18 +177,23 @@ class ReplayBuffer(nn.Module):
         self.register_buffer("states", torch.zeros(rounds, steps + 1, num_envs, STATE_SIZE))  # step t leads from t to t + 1
         self.register_buffer("actions", torch.zeros(rounds, steps, num_envs, dtype=torch.int64))
         self.register_buffer("rewards", torch.zeros(rounds, steps, num_envs))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("std", torch.ones(()))
 
     def add(self, number: int, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
         """Store round `number` (the first is 0): states (T + 1, num_envs, 4), actions and rewards (T, num_envs)."""
         place = number % len(self.rewards)  # once full, over the oldest
         self.states[place], self.actions[place], self.rewards[place] = states, actions, rewards
+        kept = self.rewards[: number + 1]
+        self.mean, self.std = kept.mean(), kept.std() + 1e-8
 
     def sample(self, batch_size: int, rounds: int) -> tuple[torch.Tensor, ...]:
         """Transitions of the `rounds` so far, uniformly with replacement -> obs, next_obs (N, 4), actions, rewards (N,)."""
         kept, steps, num_envs = self.rewards.shape
         i = torch.randint(min(rounds, kept) * steps * num_envs, (batch_size,), device=self.rewards.device)
         place, t, n = i // (steps * num_envs), i // num_envs % steps, i % num_envs
-        return self.states[place, t, n], self.states[place, t + 1, n], self.actions[place, t, n], self.rewards[place, t, n]
+        rewards = (self.rewards[place, t, n] - self.mean) / self.std
+        return self.states[place, t, n], self.states[place, t + 1, n], self.actions[place, t, n], rewards
 
 
 # ---- Network and update
@@ -197,17 +206,19 @@ class QNetwork(nn.Sequential):
         super().__init__(nn.Linear(STATE_SIZE, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, NUM_ACTIONS))
 
 
-def dqn_update(q_network: QNetwork, target_network: QNetwork, optimizer: torch.optim.Adam, batch: tuple, args: Args) -> dict:
-    """One update by a batch of transitions -> what to log."""
+def dqn_update(q_network: QNetwork, mean_network: QNetwork, optimizer: torch.optim.Adam, batch: tuple, args: Args) -> dict:
+    """One update by a batch of transitions -> what to log. The mean network, which acts, is the target network, too."""
     obs, next_obs, actions, rewards = batch
     with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
-        td_target = rewards + args.gamma * target_network(next_obs).max(dim=1).values
+        td_target = rewards + args.gamma * mean_network(next_obs).max(dim=1).values
     q_values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
     td_loss = F.smooth_l1_loss(q_values, td_target)
     optimizer.zero_grad()
     td_loss.backward()
     nn.utils.clip_grad_norm_(q_network.parameters(), 10)  # Stable-Baselines3's default
     optimizer.step()
+    # Polyak averaging, all in one operation: mean <- (1 - τ) mean + τ learned.
+    get_ema_multi_avg_fn(1 - args.tau)([*mean_network.parameters()], [*q_network.parameters()], None)
     return {"losses/td_loss": td_loss.detach(), "losses/q_values": q_values.detach().mean()}
 
 
@@ -235,10 +246,10 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
     device, envs = torch.device(args.device), CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network, rb = QNetwork().to(device), ReplayBuffer(args).to(device)
-    target_network = deepcopy(q_network)
+    mean_network = deepcopy(q_network)  # the running mean of its weights
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     # Its folder, curves and checkpoints of these parts, whose policy it evaluates; --resume restores them all.
-    run = Run(args, checkpoint, labeller, policy=q_network, target_network=target_network, optimizer=optimizer, rb=rb)
+    run = Run(args, checkpoint, labeller, policy=mean_network, q_network=q_network, optimizer=optimizer, rb=rb)
 
     while run.step < args.total_timesteps and not run.stopped:
         number = run.step // (args.num_envs * args.episode_length)  # of the round, from 0
@@ -246,17 +257,16 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         play_seed, learn_seed = np.random.SeedSequence((args.seed, number)).generate_state(2).tolist()
 
         # ---- Act, in a thread, with the policy as it is now.
-        policy = deepcopy(q_network).cpu()
+        policy = deepcopy(mean_network).cpu()
         epsilon = 1.0 if warmup else max(args.end_e, 1 - run.step / max(args.exploration_fraction * args.total_timesteps, 1))
         playing = labeller.pool.submit(rollout, policy, epsilon, envs, labeller, play_seed, args)
 
         # ---- Learn, at the same time: DQN, on the transitions of the rounds before (the first has none).
         torch.manual_seed(learn_seed)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.step / args.total_timesteps)
         losses = {}
-        for update in range(0 if warmup or number == 0 else args.gradient_steps):
-            if (number * args.gradient_steps + update) % args.target_network_frequency == 0:
-                target_network.load_state_dict(q_network.state_dict())
-            losses = dqn_update(q_network, target_network, optimizer, rb.sample(args.batch_size, number), args)
+        for _ in range(0 if warmup or number == 0 else args.gradient_steps):
+            losses = dqn_update(q_network, mean_network, optimizer, rb.sample(args.batch_size, number), args)
 
         # ---- Label: threads have begun to draw the states and to score the frames with CLIP (`Worker.label`); the rest is done here.
         states, actions = playing.result()

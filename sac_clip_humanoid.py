@@ -71,7 +71,7 @@ class Args:
     ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     paper: bool = False
-    """the paper's values, below in brackets, the full observation, and none of what was added: normalized observations and rewards,
+    """the paper's values, below in brackets, the full observation, and none of what was added: normalized observations, standardized rewards,
     layer normalization, a falling learning rate, a floor
     for exploration (log σ ≥ -5), fewer updates of the actor, and the running mean of its weights acting"""
     seed: int = 1  # of the weights, the start states and the exploration
@@ -266,6 +266,10 @@ class Worker:
 class ReplayBuffer(nn.Module):
     """The newest rounds, played and labelled, in preallocated tensors (a Module for its `to` and `state_dict`).
 
+    What is learned from are rewards standardized by the mean and deviation of all kept. As episodes never end early, that changes
+    no optimal policy; but CLIP's rewards lie close together and far from 0, and would bury the values' differences under their sum.
+    (With --paper they are learned from as they are.)
+
     There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit, which is no
     property of the state. (The paper's code treats the last step as terminal, although the agent cannot see the time.)
     """
@@ -277,11 +281,17 @@ class ReplayBuffer(nn.Module):
         self.register_buffer("states", torch.zeros(rounds, steps + 1, num_envs, state_size))  # step t leads from t to t + 1
         self.register_buffer("actions", torch.zeros(rounds, steps, num_envs, ACTION_SIZE))
         self.register_buffer("rewards", torch.zeros(rounds, steps, num_envs))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("std", torch.ones(()))
+        self.standardize = not args.paper
 
     def add(self, number: int, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
         """Store round `number` (the first is 0): states (T + 1, num_envs, S), actions (T, num_envs, 17), rewards (T, num_envs)."""
         place = number % len(self.rewards)  # once full, over the oldest
         self.states[place], self.actions[place], self.rewards[place] = states, actions, rewards
+        if self.standardize:
+            kept = self.rewards[: number + 1]
+            self.mean, self.std = kept.mean(), kept.std() + 1e-8
 
     def sample(self, batch_size: int, n_step: int, rounds: int) -> tuple[torch.Tensor, ...]:
         """Of the `rounds` so far, uniformly -> states (N, S), states n_step later, actions (N, 17), rewards between (n_step, N)."""
@@ -289,7 +299,7 @@ class ReplayBuffer(nn.Module):
         starts = steps - n_step + 1  # nothing reaches beyond the end of an episode
         i = torch.randint(min(rounds, kept) * starts * num_envs, (batch_size,), device=self.rewards.device)
         place, t, n = i // (starts * num_envs), i // num_envs % starts, i % num_envs
-        rewards = torch.stack([self.rewards[place, t + k, n] for k in range(n_step)])
+        rewards = (torch.stack([self.rewards[place, t + k, n] for k in range(n_step)]) - self.mean) / self.std
         return self.states[place, t, n], self.states[place, t + n_step, n], self.actions[place, t, n], rewards
 
 
@@ -352,12 +362,12 @@ def squash(mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor) -> tu
 
 
 class SAC(nn.Module):
-    """All that is learned: actor, critics and entropy coefficient, their running means, and the normalizers."""
+    """All that is learned: actor, critics and entropy coefficient, their running means, and the observations' scale."""
 
     def __init__(self, state_size: int, args: Args):
         super().__init__()
         obs_size = state_size - 2
-        self.obs_norm, self.reward_norm = (nn.Identity() if args.paper else Normalize(size) for size in (obs_size, 1))
+        self.obs_norm = nn.Identity() if args.paper else Normalize(obs_size)
         self.actor = Actor(obs_size, args.paper)
         self.qf1, self.qf2 = SoftQNetwork(obs_size, args.paper), SoftQNetwork(obs_size, args.paper)
         self.mean_actor, self.qf1_target, self.qf2_target = deepcopy(self.actor), deepcopy(self.qf1), deepcopy(self.qf2)
@@ -380,7 +390,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
     """One update by a batch of transitions -> what to log."""
     states, next_states, actions, rewards = batch
     obs, next_obs, ent_coef = sac.obs_norm(states[:, 2:]), sac.obs_norm(next_states[:, 2:]), sac.log_ent_coef.detach().exp()
-    n_step_return = sum(args.gamma**k * sac.reward_norm(reward) for k, reward in enumerate(rewards))
+    n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
     with torch.no_grad():  # every last state bootstraps: see ReplayBuffer; the steps before it earn no entropy
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
         next_q = torch.min(sac.qf1_target(next_obs, next_actions), sac.qf2_target(next_obs, next_actions))
@@ -468,7 +478,6 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
         rb.add(number, states, actions, labels[:, :, 0])
         if not args.paper:  # the buffer keeps raw values: each update scales them anew
             sac.obs_norm.update(states[..., 2:].flatten(0, 1).to(device))
-            sac.reward_norm.update(labels[:, :, :1].flatten(0, 1).to(device))
 
         # ---- Report. This counts the steps, too, and now and then evaluates and saves a checkpoint.
         run.report(labels, losses)

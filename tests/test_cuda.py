@@ -283,8 +283,8 @@ def test_a_run_on_a_gpu_is_that_on_a_cpu(script, main, gpu, tmp_path, monkeypatc
 
 DEFECTS = [
     ("dqn_clip_cartpole", "ReplayBuffer(args).to(device)", "ReplayBuffer(args)"),
-    ("dqn_clip_cartpole", "target_network = deepcopy(q_network)", "target_network = QNetwork()"),
-    ("dqn_clip_cartpole", "policy = deepcopy(q_network).cpu()", "policy = deepcopy(q_network)"),
+    ("dqn_clip_cartpole", "mean_network = deepcopy(q_network)", "mean_network = QNetwork()"),
+    ("dqn_clip_cartpole", "policy = deepcopy(mean_network).cpu()", "policy = deepcopy(mean_network)"),
     ("dqn_clip_cartpole", "torch.arange(width, device=states.device)", "torch.arange(width)"),
     ("dqn_clip_cartpole", "(batch_size,), device=self.rewards.device)", "(batch_size,))"),
     ("dqn_clip_cartpole", "torch.stack([rewards.cpu(), ", "torch.stack([rewards, "),
