@@ -236,12 +236,12 @@ def test_humanoid_captions_say_what_holds(described):
     """Words against where the parts of the body are."""
     known = described["humanoid"][0]
     head, tilt, knees, over = (known[name] for name in ("head", "tilt", "knee_high", "over_low"))
-    checks = {"head above 90 cm": head > 0.9, "head lower than 60 cm": head < 0.6, "leaning more than 40 degrees": tilt > 40}
+    checks = {"head above 90 cm": head > 0.9, "head lower than 60 cm": head < 0.6, "losing its balance": tilt >= 35}
     checks |= {"is on its knees": (knees < 0.1) & (tilt <= 45), "standing on its feet": head > 1.15}
     checks |= {"lying on its back": (head < 0.4) & (known["chest_up"] > 0.6), "knees below 20 cm": knees < 0.2}
     checks |= {
         "no higher than its head": (over < 0.04) & (head > 1.1),
-        "hands within 30 cm of its hips": known["hips_high"] < 0.3,
+        "reaching forwards": known["front_low"] > 0.4,
     }
     checks |= {"standing, both hands low": known["hand_high"] < known["seat"] + 0.15, "hunched on the floor": tilt > 35}
     checks |= {"with its hands on its hips": (known["hips_high"] < 0.21) & (known["elbow_low"] > 35)}
