@@ -71,7 +71,7 @@ class Args:
     output: Path = HERE  # folder for the model
     widths: tuple[int, ...] = (16,)  # of the image encoder; several are trained side by side, into folders width_N
     resume: bool = False  # go on with the training in `output` that was interrupted, with the same settings
-    steps: int = 1500  # optimizer steps
+    steps: int = 2400  # optimizer steps
     batch_size: int = 1024  # image-text pairs a step, over all scenes
     humanoid_states: int = 120_000  # simulated and drawn before the training; the other scenes are drawn anew for each batch
     learning_rate: float = 2e-3  # peak of the cosine schedule
@@ -328,9 +328,8 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
                 if showing is None:
                     first = torch.cat(states)
                     locate = sac_clip_humanoid.Scene(8, 8, "original", "fixed", 1, 1024, torch.device("cpu"))
-                    showing = those_showing(
-                        Captions("humanoid"), humanoid_knowledge(locate.draw(first)[1], "original", "fixed", rng)
-                    )
+                    known = humanoid_knowledge(locate.draw(first)[1], "original", "fixed", rng)
+                    showing = those_showing(Captions("humanoid"), known)
                 parents = [rng.choice(showing[rng.integers(len(showing))]) for _ in range(num_envs)]
                 turns, angles = variations(first[parents].numpy(), rng)
             states += play(turns, angles, robots, rng)
@@ -353,19 +352,16 @@ def humanoid_knowledge(points: dict, textures: str, camera: str, rng: np.random.
     p = {name: at + 0.01 * torch.from_numpy(rng.standard_normal(at.shape)).float() for name, at in points.items()}
     left, up = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1), F.normalize(p["head"] - p["seat"], dim=-1)
     front = torch.linalg.cross(left, up)
-    sight = (
-        torch.tensor([3.5, 0]) - p["seat"][:, :2] if camera == "fixed" else torch.tensor([[0.0, -4.0]])
-    )  # towards the camera
+    sight = torch.tensor([3.5, 0]) - p["seat"][:, :2] if camera == "fixed" else torch.tensor([[0.0, -4.0]])
     known = {
         "tilt": s.tilt(p),
+        "spread": s.spread(p),
         "head": p["head"][:, 2],
         "seat": p["seat"][:, 2],
-        "spread": s.spread(p),
         "chest_up": front[:, 2],
     }
-    known["facing"] = (F.normalize(front[:, :2], dim=-1) * F.normalize(sight, dim=-1)).sum(
-        -1
-    )  # 1: the camera, -1: away from it
+    # 1: faces the camera, -1: turns its back on it
+    known["facing"] = (F.normalize(front[:, :2], dim=-1) * F.normalize(sight, dim=-1)).sum(-1)
     for part, name in (("knee", "between_knees"), ("foot", "between_feet")):
         known[name] = (p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1)
     hips = torch.stack([(p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in both])
