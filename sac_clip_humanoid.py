@@ -79,7 +79,7 @@ class Args:
     total_timesteps: int | None = None  # of all environments, in whole rounds (default: 128,000 with tiny, or 10,000,000)
     num_envs: int = 16  # environments side by side (32)
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
-    gradient_steps: int = 150  # updates per round (100)
+    gradient_steps: int = 240  # updates per round (100)
     learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (50,000)
     learning_rate: float = 6e-4  # of Adam, for actor, critics and entropy coefficient
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
@@ -90,7 +90,7 @@ class Args:
     ent_coef: float = 0.03  # weight of the entropy at first; then tuned to hold the entropy at -17, minus one per motor (1.0)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 32_000  # steps between two checkpoints, each evaluated (64,000)
+    checkpoint_every: int = 16_000  # steps between two checkpoints, each evaluated (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, exactly and with its own settings
     evaluate: str | None = None  # only evaluate this checkpoint (with --episodes, --seed, --device) and make its video

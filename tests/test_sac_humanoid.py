@@ -300,7 +300,7 @@ def test_normalize_has_seen_it_all():
 @pytest.mark.parametrize("paper", [False, True])
 def test_one_update_is_sacs(paper):
     """Calculated again: critics, actor, entropy coefficient (their gradients), and what follows them."""
-    args = Args(paper=paper, ent_coef=0.3, n_step=1 if paper else 3)
+    args = Args(paper=paper, ent_coef=0.3, gamma=0.95, n_step=1 if paper else 3)
     torch.manual_seed(0)
     sac = SAC(47, args)
     for critic in (sac.qf1_target, sac.qf2_target, sac.mean_actor):  # somewhere else than what they follow

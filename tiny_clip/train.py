@@ -169,7 +169,7 @@ def tokenize(captions: list[str], rng: np.random.Generator) -> torch.Tensor:
     """Captions -> tokens (N, 32), in some of them random ones strewn in: a word that no caption has shall mean nothing."""
     tokens = torch.zeros(len(captions), TOKENIZER.context_length, dtype=torch.long)
     for row, caption in zip(tokens, captions):
-        ids = TOKENIZER.encode(caption)
+        ids = TOKENIZER.encode(caption)[: len(row) - 2]  # hardly any is longer
         while rng.random() < STREWN and len(ids) < len(row) - 2:
             ids.insert(rng.integers(len(ids) + 1), int(rng.integers(TOKENIZER.sot_token_id)))
         row[: len(ids) + 2] = torch.tensor([TOKENIZER.sot_token_id, *ids, TOKENIZER.eot_token_id])
