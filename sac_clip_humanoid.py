@@ -83,7 +83,7 @@ class Args:
     learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (50,000)
     learning_rate: float = 6e-4  # of Adam, for actor, critics and entropy coefficient
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
-    gamma: float = 0.98  # discount factor: some 50 steps ahead; with less, a fall at the end costs next to nothing (0.95)
+    gamma: float = 0.98  # discount factor: looks some 50 steps ahead, half an episode (0.95: some 20)
     n_step: int = 3  # n of the n-step return: rewards summed before the critics' value stands for the rest (1)
     tau: float = 0.005  # how far, at each update, targets move towards the critics, and the mean actor towards the actor
     batch_size: int = 256  # transitions per update (512)
