@@ -139,14 +139,13 @@ class CLIPReward(torch.nn.Module):
 
         try:
             self.embed(torch.zeros(1, 3, *self.size, dtype=torch.uint8))
-            goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)
+            self.goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)  # (D,)
         except (RuntimeError, TypeError) as error:  # as CoCa's text encoder in bf16
             advice = "try --precision fp32" if precision != "fp32" else ELSEWHERE
             raise UsageError(f"{clip_model} does not work in {precision}: {first_line(error)}; {advice}") from error
-        self.goal = goal  # (D,)
-        self.baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0) if baseline_prompts else goal  # (D,)
+        self.baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0) if baseline_prompts else self.goal
         self.negatives = self.embed_text(tokenizer(negative_prompts).to(device)) if negative_prompts else None  # (K, D)
-        if alpha > 0 and not negative_prompts and torch.allclose(goal, self.baseline, atol=1e-5):
+        if alpha > 0 and not negative_prompts and torch.allclose(self.goal, self.baseline, atol=1e-5):
             raise UsageError("goal and baseline prompt mean the same to this model: no line runs through the two")
         self.temperature = temperature or 1 / self.model.logit_scale.exp().item()
 
@@ -231,7 +230,7 @@ class Labeller:
         try:
             self.labels[number] = worker.label(states)
         except ConnectionError as error:  # this worker does not come back: another one takes the batch
-            print(f"a Ray worker is lost, the others go on: {error}")
+            tqdm.write(f"a Ray worker is lost, the others go on: {error}")
             self.batches.appendleft((number, states))
             return self.label_next()
         except BaseException:
@@ -242,7 +241,7 @@ class Labeller:
     def result(self, show: str | None = None) -> torch.Tensor:
         """-> labels (N, 2) of all states since the last result, in their order; `show` names a progress bar."""
         self.add(self.rest[:0], last=True)
-        for task in tqdm(self.tasks, desc=show, leave=False, disable=not show):
+        for task in tqdm(self.tasks, desc=show, leave=False, disable=not show or None):
             self.label_next()  # this thread helps
             task.result()
         labels = torch.cat([self.labels[number] for number in range(len(self.tasks))])
@@ -330,9 +329,7 @@ def about_file(name: str, path: str, tags: list[dict]) -> dict:
         print(f"{path}: pixels are assumed to be normalized as OpenAI's (published weights of {name} do not say, or disagree)")
         wanted = [{}]
     archive = zipfile.is_zipfile(path) and any("constants.pkl" in entry for entry in zipfile.ZipFile(path).namelist())
-    return wanted[0] | {
-        "weights_only": not archive
-    }  # OpenAI's own are TorchScript archives, which hold code instead of pickles
+    return wanted[0] | {"weights_only": not archive}  # OpenAI's own are TorchScript archives: code instead of pickles
 
 
 def first_line(error: Exception) -> str:
@@ -340,7 +337,7 @@ def first_line(error: Exception) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The end of an error line: `; did you mean A, B or C?`"""
+    """The end of an error line: `; did you mean A or B or C?`"""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
     return f"; did you mean {' or '.join(close)}?" if close else "; give a path to a weights file"
 

@@ -49,20 +49,20 @@ class Args:
     baseline_prompt: tuple[str, ...] = ("pole and cart",)  # what the scene looks like in general
     goal_baseline_alpha: float = 0.5  # α of the regularization: 0 plain cosine, 1 only what lies along baseline-goal
     negative_prompt: tuple[str, ...] = ()  # a contrastive reward instead: what else might be seen (Baumli et al., 2023)
-    temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
-    threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
+    temperature: float | None = None  # contrastive: τ of the softmax; None is the model's own
+    threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0; None pays the probability itself
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step within CartPole-v1's limits
-    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny (default, CUDA: bigG)
+    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny; None: tiny, on CUDA bigG
     clip_batch_size: int = 128  # frames drawn and scored at once
-    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
+    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model; None is bf16 where the hardware has it
     ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     seed: int = 1  # of the weights, the start states and the exploration
-    device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
-    total_timesteps: int | None = None  # of all environments, in whole rounds (default: 160,000 with tiny, or 3,000,000)
+    device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight; None takes it where there is one
+    total_timesteps: int | None = None  # of all environments, in whole rounds; None is 96,000 with tiny, else 3,000,000
     num_envs: int = 16  # environments side by side
     episode_length: int = 200  # steps; a round is one episode in every environment
-    gradient_steps: int = 200  # updates per round (the paper's value)
+    gradient_steps: int = 200  # updates per round
     learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (paper: 75,000)
     learning_rate: float = 5e-4  # of Adam, at first; it falls to 0 (paper: 2.3e-3, constant)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
@@ -70,9 +70,9 @@ class Args:
     tau: float = 0.005  # how far, at each update, the mean network moves towards the network (paper: a copy every 625 updates)
     batch_size: int = 128  # transitions per update (paper: Stable-Baselines3's default, 32)
     end_e: float = 0.05  # share of random actions at the end; it falls from 1, round by round ...
-    exploration_fraction: float = 0.1  # ... in this share of the steps
+    exploration_fraction: float = 0.1  # ... and would reach 0 in this share of the steps
 
-    run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # folder of this run, made anew; None is runs/SCRIPT__SEED__TIME
     checkpoint_every: int = 32_000  # steps between two checkpoints, each evaluated (paper: 64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, exactly and with its own settings
@@ -242,7 +242,15 @@ def rollout(policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it."""
+    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it.
+
+    A round's first three phases go on at the same time; acting and learning begin with what the rounds before have left:
+
+        act    =============          one thread: play round k with a copy of the policy
+        learn  =================      this thread: update on rounds 0 to k - 1
+        label     ===============     the other threads, then this one, too: draw what has been played, score the frames
+        report                   ===  this thread: store round k; curves, checkpoint
+    """
     device, envs = torch.device(args.device), CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network, rb = QNetwork().to(device), ReplayBuffer(args).to(device)
@@ -296,9 +304,9 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, 4), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
-    images = []
+    images, size = [], (SCREEN_HEIGHT // 2, SCREEN_WIDTH // 2)
     for t in np.linspace(0, len(states) - 1, count).round().astype(int):
-        for frame, reward in zip(draw(states[t], 200, 300).permute(0, 2, 3, 1).numpy(), rewards[t]):
+        for frame, reward in zip(draw(states[t], *size).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
             ImageDraw.Draw(image).text((8, len(frame) + 3), text, "white", ImageFont.load_default(14))
@@ -308,7 +316,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
 
 def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """Play without exploration, from start states that no training sees -> states (T, N, 4), labels (T, N, 2)."""
-    seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()
+    seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, CartPole(episodes), labeller, seed, args)
     return states[1:], labeller.result(f"score {episodes} episodes").view(args.episode_length, episodes, 2)
 
@@ -321,9 +329,9 @@ def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Ar
     versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
     result = metrics | {"settings": asdict(args), "versions": versions}
     video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
-    rows = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
+    columns = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames of all four
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=50))
-    save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(rows, axis=1), extension=".png"))
+    save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(columns, axis=1), extension=".png"))
     save(f"{path}.json", json.dumps(result, indent=2).encode())
     print(f"written to {path}.json, .png, .mp4")
 
@@ -358,9 +366,9 @@ class Run:
         if checkpoint and parts.keys() - checkpoint.keys():
             raise UsageError(f"{args.run_dir}/checkpoint.pt lacks {', '.join(parts.keys() - checkpoint.keys())}")
         for name, part in parts.items() if checkpoint else ():
-            part.load_state_dict(checkpoint[name])
+            part.load_state_dict(checkpoint.pop(name))  # a second buffer would be a waste of memory
         os.makedirs(args.run_dir, exist_ok=True)
-        self.lock = os.open(args.run_dir, os.O_RDONLY)  # until this process ends, however it does
+        self.lock = os.open(args.run_dir, os.O_RDONLY)  # held to the end of the training, or of this process
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -379,10 +387,12 @@ class Run:
         self.save("checkpoint.pt", **parts)
         self.writer = SummaryWriter(args.run_dir, purge_step=self.step + 1)  # forget what a killed run logged beyond
         self.writer.add_text("settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
-        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", desc="train", smoothing=0.05)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", smoothing=0.05, disable=None)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.stop)
-        self.started = time.perf_counter()
+        if self.bar.disable:
+            print(f"training goes from step {self.step:,} to {args.total_timesteps:,}", file=sys.stderr)
+        self.started = self.told = time.perf_counter()
 
     def stop(self, number: int, _) -> None:
         """Ctrl-C and SIGTERM let the round in progress finish first; the second one does not."""
@@ -391,7 +401,7 @@ class Run:
         os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
     def report(self, labels: torch.Tensor, losses: dict) -> None:
-        """The end of a round: curves, progress bar and, when it is time, a checkpoint."""
+        """The end of a round: curves, progress (without a terminal a line every 30 s) and, when it is time, a checkpoint."""
         before, now = self.step, time.perf_counter()
         self.step += labels[:, :, 0].numel()
         values = summary(labels)
@@ -401,12 +411,16 @@ class Run:
             self.writer.add_scalar(name, value, self.step)
         every, total = self.args.checkpoint_every, self.args.total_timesteps
         self.bar.update(min(self.step, total) - self.bar.n)
-        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
+        words = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in values.items()]
+        self.bar.set_description(", ".join(words[:2]))  # in front: a narrow terminal cuts off the bar's end
+        if self.bar.disable and (now - self.told > 30 or self.step >= total):
+            self.told = now
+            print(f"step {self.step:,} of {total:,}: {', '.join(words)}", file=sys.stderr)
         if before // every < self.step // every or self.step >= total:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Evaluate the policy as it is now, keep it if no checkpoint earned more (as the paper chooses), and save all parts."""
+        """Evaluate the policy as it is now, keep it if it earned more than all before (as in the paper), and save all parts."""
         states, labels = evaluate(self.parts["policy"], self.args.num_envs, self.labeller, self.args)
         values = summary(labels)
         for name, value in values.items():
@@ -428,11 +442,11 @@ class Run:
         """After the loop, which ends the program if it was stopped."""
         self.bar.close()
         self.writer.close()
-        os.close(self.lock)
         if self.stopped:
             self.save("checkpoint.pt", **self.parts)
             print(f"stopped at step {self.step}, nothing lost; go on with: python {SCRIPT}.py --resume {self.args.run_dir}")
             sys.exit(128 + self.stopped)
+        os.close(self.lock)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
 
@@ -448,7 +462,7 @@ def read_settings() -> tuple[Args, dict | None]:
             raise UsageError(f"a checkpoint brings its own settings: leave out {', '.join(sorted(others))}")
         checkpoint = load(path, "rb" if args.resume else "policy")
         settings = Args(**checkpoint["settings"])
-        settings.run_dir, settings.device = os.path.dirname(path), settings.device if args.resume else None
+        settings.run_dir, settings.device = os.path.dirname(path) or ".", settings.device if args.resume else None
         args = tyro.cli(Args, default=settings)
     elif args.run_dir and os.path.isdir(args.run_dir) and {*os.listdir(args.run_dir)} - {"checkpoint.pt.tmp"}:
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
@@ -468,7 +482,7 @@ def read_settings() -> tuple[Args, dict | None]:
     if args.clip_model is None:
         args.clip_model = "tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k"
     if args.total_timesteps is None:
-        args.total_timesteps = 160_000 if args.clip_model == "tiny" else 3_000_000
+        args.total_timesteps = 96_000 if args.clip_model == "tiny" else 3_000_000
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
     return args, checkpoint
 
@@ -478,7 +492,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors on to this one
     args, checkpoint = read_settings()
-    about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
+    about = " (bundled: trained on the very scenes of this project, for trying and testing, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
     prompt = "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
@@ -506,11 +520,11 @@ if __name__ == "__main__":
         tqdm.write(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
-        if "memory" not in str(error) and type(error) is not MemoryError:
+        if not isinstance(error, MemoryError) and not re.search("allocate|out of memory", str(error)):
             raise
-        advice = "out of memory: try less of --num-envs, --buffer-size, --clip-batch-size"
-        tqdm.write(f"{SCRIPT}.py: error: {advice}", file=sys.stderr)
+        advice = "try less of --num-envs, --buffer-size, --clip-batch-size"
+        tqdm.write(f"{SCRIPT}.py: error: out of memory: {advice}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr, flush=True)
+        tqdm.write("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr)
         os._exit(130)  # sys.exit would wait until the threads have labelled what they were given

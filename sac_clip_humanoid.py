@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from clip_reward import CLIPReward, Labeller, UsageError, first_line, native_precision
 
-# warp and mujoco_warp are imported where they are used: they take seconds, and --help needs none of them.
+# warp and mujoco_warp are imported where they are used: they take seconds, and --help needs neither.
 
 SCRIPT = Path(__file__).stem
 
@@ -53,33 +53,34 @@ SCRIPT = Path(__file__).stem
 class Args:
     """Teach a humanoid with a sentence: SAC on the reward of a CLIP model; `--paper` brings the paper's values."""
 
-    prompt: tuple[str, ...] | None = None  # the goal; several sentences are averaged (default: the task's)
+    prompt: tuple[str, ...] | None = None  # the goal; several sentences are averaged; None is that of --task
     task: str | None = None
-    """one of the paper's, whose success is measured but never learned from (default: the one with this prompt, or kneeling):
-    kneeling, lotus-position, standing-up, arms-raised, doing-splits, hands-on-hips, arms-crossed, standing-on-one-leg"""
+    """one of the paper's, whose success is measured but never learned from; None is that of --prompt (none if the sentence is
+    your own), without --prompt kneeling: kneeling, lotus-position, standing-up, arms-raised, doing-splits, hands-on-hips,
+    arms-crossed, standing-on-one-leg"""
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # what the scene looks like in general
     goal_baseline_alpha: float = 0.0  # α of goal-baseline regularization, 0 (plain cosine, as in the paper's Table 1) to 1
     negative_prompt: tuple[str, ...] = ()  # a contrastive reward instead: what else might be seen (Baumli et al., 2023)
-    temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
-    threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: the probability itself)
+    temperature: float | None = None  # contrastive: τ of the softmax; None is the model's own
+    threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0; None pays the probability itself
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal under the sky, or as Gymnasium draws it
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, in front of the robot, or Gymnasium's, which follows it
     supersample: int = 1  # N: N x N samples a pixel of what CLIP sees (pictures and video: always 2)
-    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny (default, CUDA: bigG)
+    clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny; None: tiny, on CUDA bigG
     clip_batch_size: int = 128  # frames drawn and scored at once
-    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model (default: bf16 where the hardware has it)
+    precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model; None is bf16 where the hardware has it
     ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
     paper: bool = False
-    """the paper's values, below in brackets, the full observation, and none of what was added: normalized observations, standardized rewards,
-    layer normalization, a falling learning rate, a floor
-    for exploration (log σ ≥ -5), fewer updates of the actor, and the running mean of its weights acting"""
+    """the paper's values, below in brackets, and the full observation, without what was added: normalized observations,
+    standardized rewards, layer normalization, a falling learning rate, a floor for exploration (log σ ≥ -5), fewer updates of
+    the actor, and the running mean of its weights acting"""
     seed: int = 1  # of the weights, the start states and the exploration
-    device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight (default: cuda where there is one)
-    total_timesteps: int | None = None  # of all environments, in whole rounds (default: 128,000 with tiny, or 10,000,000)
+    device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight; None takes it where there is one
+    total_timesteps: int | None = None  # of all environments, in whole rounds; None: 128,000 with tiny, else 10,000,000 (this)
     num_envs: int = 16  # environments side by side (32)
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
-    gradient_steps: int = 240  # updates per round (100)
+    gradient_steps: int = 200  # updates per round (100)
     learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (50,000)
     learning_rate: float = 6e-4  # of Adam, for actor, critics and entropy coefficient
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
@@ -89,7 +90,7 @@ class Args:
     batch_size: int = 256  # transitions per update (512)
     ent_coef: float = 0.03  # weight of the entropy at first; then tuned to hold the entropy at -17, minus one per motor (1.0)
 
-    run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # folder of this run, made anew; None is runs/SCRIPT__SEED__TIME
     checkpoint_every: int = 16_000  # steps between two checkpoints, each evaluated (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, exactly and with its own settings
@@ -98,8 +99,8 @@ class Args:
 
 
 PAPER = {
-    "total_timesteps": 10_000_000, "gradient_steps": 100, "learning_starts": 50_000, "n_step": 1, "batch_size": 512,
-    "num_envs": 32, "ent_coef": 1.0, "checkpoint_every": 64_000, "gamma": 0.95,
+    "total_timesteps": 10_000_000, "num_envs": 32, "gradient_steps": 100, "learning_starts": 50_000, "gamma": 0.95,
+    "n_step": 1, "batch_size": 512, "ent_coef": 1.0, "checkpoint_every": 64_000,
 }  # fmt: skip
 
 # ---- Environment
@@ -115,8 +116,7 @@ def make_envs(num_envs: int, args: Args) -> gymnasium.vector.VectorEnv:
     cinert, the inertia of its 13 bodies as seen from the centre of mass, which tells where the limbs are; with --paper all that
     Gymnasium can observe. The agent sees the state but for its first two numbers, the place on the floor.
     """
-    names = ("cvel", "qfrc_actuator", "cfrc_ext")
-    observed = {f"include_{name}_in_observation": args.paper for name in names}
+    observed = {f"include_{name}_in_observation": args.paper for name in ("cvel", "qfrc_actuator", "cfrc_ext")}
     return gymnasium.make_vec(
         "Humanoid-v5", num_envs, vectorization_mode="sync", max_episode_steps=args.episode_length,
         terminate_when_unhealthy=False, exclude_current_positions_from_observation=False, **observed
@@ -136,9 +136,8 @@ def scene_model(textures: str) -> mujoco.MjModel:
     spec = mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml"))
     spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON  # mujoco_warp has no PGS; nothing is solved here anyway
     sin, cos, distance = math.sin(math.radians(-10)), math.cos(math.radians(-10)), 3.5
-    camera = spec.worldbody.add_camera(
-        name="fixed", pos=[distance * cos, 0, 1 - distance * sin]
-    )  # looks at (0, 0, 1), 10° down
+    # It looks at (0, 0, 1), 10° down.
+    camera = spec.worldbody.add_camera(name="fixed", pos=[distance * cos, 0, 1 - distance * sin])
     camera.alt.type = mujoco.mjtOrientation.mjORIENTATION_XYAXES
     camera.alt.xyaxes = [0, 1, 0, sin, 0, cos]  # the picture's right, and up
     if textures == "original":
@@ -248,8 +247,7 @@ class Worker:
             precision=args.precision, negative_prompts=args.negative_prompt,
             temperature=args.temperature, threshold=args.threshold
         )  # fmt: skip
-        look = (args.textures, args.camera, args.supersample)
-        self.scene = Scene(*self.reward_model.size, *look, args.clip_batch_size, device)
+        self.scene = Scene(*self.reward_model.size, args.textures, args.camera, args.supersample, args.clip_batch_size, device)
         self.condition = TASKS[args.task][1] if args.task else lambda points: torch.nan * points["head"][:, 0]
 
     @torch.no_grad()
@@ -374,12 +372,6 @@ class SAC(nn.Module):
         self.log_ent_coef = nn.Parameter(torch.tensor(math.log(args.ent_coef)))
         self.policy = nn.Sequential(self.obs_norm, self.actor if args.paper else self.mean_actor)  # what acts
 
-    def follow(self, tau: float) -> None:
-        """Polyak averaging, all in one operation: mean <- (1 - τ) mean + τ learned."""
-        means = [*self.mean_actor.parameters(), *self.qf1_target.parameters(), *self.qf2_target.parameters()]
-        learned = [*self.actor.parameters(), *self.qf1.parameters(), *self.qf2.parameters()]
-        get_ema_multi_avg_fn(1 - tau)(means, learned, None)
-
     def optimizers(self, learning_rate: float) -> dict[str, torch.optim.Adam]:
         groups = {"q": [*self.qf1.parameters(), *self.qf2.parameters()], "actor": [*self.actor.parameters()]}
         groups["ent_coef"] = [self.log_ent_coef]
@@ -416,7 +408,10 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
         optimizers["ent_coef_optimizer"].step()
         losses |= {"losses/actor_loss": actor_loss.detach(), "losses/entropy": -log_prob.detach().mean()}
 
-    sac.follow(args.tau)
+    # Polyak averaging, all in one operation: mean <- (1 - τ) mean + τ learned.
+    means = [*sac.mean_actor.parameters(), *sac.qf1_target.parameters(), *sac.qf2_target.parameters()]
+    learned = [*sac.actor.parameters(), *sac.qf1.parameters(), *sac.qf2.parameters()]
+    get_ema_multi_avg_fn(1 - args.tau)(means, learned, None)
     return losses
 
 
@@ -432,9 +427,9 @@ def rollout(
     obs, _ = envs.reset(seed=seed)
     states, actions = [torch.from_numpy(obs).float()], []
     for _ in range(args.episode_length):
-        noise = noise_scale * torch.randn(envs.num_envs, ACTION_SIZE, generator=rng)
+        noise = torch.randn(envs.num_envs, ACTION_SIZE, generator=rng)
         if policy:
-            actions.append(squash(*policy(states[-1][:, 2:]), noise)[0])
+            actions.append(squash(*policy(states[-1][:, 2:]), noise_scale * noise)[0])
         else:
             actions.append(torch.erf(noise / math.sqrt(2)))  # the normal's own distribution function: uniform in [-1, 1]
         obs, _, _, _, _ = envs.step(MAX_CTRL * actions[-1].numpy())
@@ -444,7 +439,15 @@ def rollout(
 
 
 def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it."""
+    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it.
+
+    A round's first three phases go on at the same time; acting and learning begin with what the rounds before have left:
+
+        act    =============          one thread: play round k with a copy of the policy
+        learn  =================      this thread: update on rounds 0 to k - 1
+        label     ===============     the other threads, then this one, too: draw what has been played, score the frames
+        report                   ===  this thread: store round k; curves, checkpoint
+    """
     device, envs = torch.device(args.device), make_envs(args.num_envs, args)
     state_size = envs.single_observation_space.shape[0]
     torch.manual_seed(args.seed)
@@ -464,9 +467,8 @@ def train(args: Args, checkpoint: dict | None, labeller: Labeller) -> None:
 
         # ---- Learn, at the same time: SAC, on the transitions of the rounds before (the first has none).
         torch.manual_seed(learn_seed)
-        for optimizer in optimizers.values():
-            decay = 1 if args.paper else 1 - run.step / args.total_timesteps
-            optimizer.param_groups[0]["lr"] = args.learning_rate * decay
+        for optimizer in () if args.paper else optimizers.values():
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.step / args.total_timesteps)
         losses = {}
         for update in range(0 if warmup or number == 0 else args.gradient_steps):
             update_actor = args.paper or update % 2 == 0
@@ -606,7 +608,7 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
     images, scene = [], Scene(240, 240, args.textures, args.camera, 2, states.shape[1], torch.device("cpu"))
-    for t in tqdm(np.linspace(0, len(states) - 1, count).round().astype(int), desc="draw", leave=False, disable=count < 9):
+    for t in np.linspace(0, len(states) - 1, count).round().astype(int):
         for frame, reward in zip(scene.draw(states[t, :, :POSE_SIZE])[0].permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
@@ -617,7 +619,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
 
 def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """Play without exploration, from start states that no training sees -> states (T, N, S), labels (T, N, 2)."""
-    seed = np.random.SeedSequence((args.seed, 2**32)).generate_state(1).item()
+    seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, make_envs(episodes, args), labeller, seed, args)
     return states[1:], labeller.result(f"score {episodes} episodes").view(args.episode_length, episodes, 2)
 
@@ -630,9 +632,9 @@ def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Ar
     versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium", "mujoco", "mujoco_warp")}
     result = metrics | {"settings": asdict(args), "versions": versions}
     video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
-    rows = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames, each with all episodes
+    columns = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames of all four
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=30))
-    save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(rows, axis=1), extension=".png"))
+    save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(columns, axis=1), extension=".png"))
     save(f"{path}.json", json.dumps(result, indent=2).encode())
     print(f"written to {path}.json, .png, .mp4")
 
@@ -667,9 +669,9 @@ class Run:
         if checkpoint and parts.keys() - checkpoint.keys():
             raise UsageError(f"{args.run_dir}/checkpoint.pt lacks {', '.join(parts.keys() - checkpoint.keys())}")
         for name, part in parts.items() if checkpoint else ():
-            part.load_state_dict(checkpoint[name])
+            part.load_state_dict(checkpoint.pop(name))  # a second buffer would be a waste of memory
         os.makedirs(args.run_dir, exist_ok=True)
-        self.lock = os.open(args.run_dir, os.O_RDONLY)  # until this process ends, however it does
+        self.lock = os.open(args.run_dir, os.O_RDONLY)  # held to the end of the training, or of this process
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -688,10 +690,12 @@ class Run:
         self.save("checkpoint.pt", **parts)
         self.writer = SummaryWriter(args.run_dir, purge_step=self.step + 1)  # forget what a killed run logged beyond
         self.writer.add_text("settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
-        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", desc="train", smoothing=0.05)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", smoothing=0.05, disable=None)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.stop)
-        self.started = time.perf_counter()
+        if self.bar.disable:
+            print(f"training goes from step {self.step:,} to {args.total_timesteps:,}", file=sys.stderr)
+        self.started = self.told = time.perf_counter()
 
     def stop(self, number: int, _) -> None:
         """Ctrl-C and SIGTERM let the round in progress finish first; the second one does not."""
@@ -700,7 +704,7 @@ class Run:
         os.write(2, b"\nfinishing this round first (once more: stop at once, back to the last checkpoint)\n")
 
     def report(self, labels: torch.Tensor, losses: dict) -> None:
-        """The end of a round: curves, progress bar and, when it is time, a checkpoint."""
+        """The end of a round: curves, progress (without a terminal a line every 30 s) and, when it is time, a checkpoint."""
         before, now = self.step, time.perf_counter()
         self.step += labels[:, :, 0].numel()
         values = summary(labels)
@@ -710,12 +714,16 @@ class Run:
             self.writer.add_scalar(name, value, self.step)
         every, total = self.args.checkpoint_every, self.args.total_timesteps
         self.bar.update(min(self.step, total) - self.bar.n)
-        self.bar.set_postfix({name: f"{value:.2f}" for name, value in values.items()})
+        words = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in values.items()]
+        self.bar.set_description(", ".join(words[:2]))  # in front: a narrow terminal cuts off the bar's end
+        if self.bar.disable and (now - self.told > 30 or self.step >= total):
+            self.told = now
+            print(f"step {self.step:,} of {total:,}: {', '.join(words)}", file=sys.stderr)
         if before // every < self.step // every or self.step >= total:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Evaluate the policy as it is now, keep it if no checkpoint earned more (as the paper chooses), and save all parts."""
+        """Evaluate the policy as it is now, keep it if it earned more than all before (as in the paper), and save all parts."""
         states, labels = evaluate(self.parts["policy"], self.args.num_envs, self.labeller, self.args)
         values = summary(labels)
         for name, value in values.items():
@@ -736,11 +744,11 @@ class Run:
         """After the loop, which ends the program if it was stopped."""
         self.bar.close()
         self.writer.close()
-        os.close(self.lock)
         if self.stopped:
             self.save("checkpoint.pt", **self.parts)
             print(f"stopped at step {self.step}, nothing lost; go on with: python {SCRIPT}.py --resume {self.args.run_dir}")
             sys.exit(128 + self.stopped)
+        os.close(self.lock)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
 
@@ -756,7 +764,7 @@ def read_settings() -> tuple[Args, dict | None]:
             raise UsageError(f"a checkpoint brings its own settings: leave out {', '.join(sorted(others))}")
         checkpoint = load(path, "rb" if args.resume else "policy")
         settings = Args(**checkpoint["settings"])
-        settings.run_dir, settings.device = os.path.dirname(path), settings.device if args.resume else None
+        settings.run_dir, settings.device = os.path.dirname(path) or ".", settings.device if args.resume else None
         args = tyro.cli(Args, default=settings)
     elif args.run_dir and os.path.isdir(args.run_dir) and {*os.listdir(args.run_dir)} - {"checkpoint.pt.tmp"}:
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
@@ -796,7 +804,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors on to this one
     args, checkpoint = read_settings()
-    about = " (bundled: trained on these very scenes, good for trying and testing, no evidence of zero-shot ability)"
+    about = " (bundled: trained on the very scenes of this project, for trying and testing, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
     print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
     prompt = "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
@@ -825,11 +833,11 @@ if __name__ == "__main__":
         tqdm.write(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
-        if "memory" not in str(error) and type(error) is not MemoryError:
+        if not isinstance(error, MemoryError) and not re.search("allocate|out of memory", str(error)):
             raise
-        advice = "out of memory: try less of --num-envs, --buffer-size, --clip-batch-size"
-        tqdm.write(f"{SCRIPT}.py: error: {advice}", file=sys.stderr)
+        advice = "try less of --num-envs, --buffer-size, --clip-batch-size"
+        tqdm.write(f"{SCRIPT}.py: error: out of memory: {advice}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr, flush=True)
+        tqdm.write("interrupted; a training goes on from its last checkpoint with --resume", file=sys.stderr)
         os._exit(130)  # sys.exit would wait until the threads have labelled what they were given

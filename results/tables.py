@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,13 +31,14 @@ def read(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-RUNS, KINDS = {}, {}
+RUNS, KINDS, CONDITIONS = {}, {}, {}
 for row in read(HERE / "runs.csv"):
     KINDS[row["kind"]] = row["called"], row["paper"]
+    CONDITIONS[row["kind"]] = row["condition"]  # in words
     for seed in range(1, int(row["seeds"]) + 1):
         RUNS[f"{row['kind']}_{seed}"] = row["script"], f"{row['options']} --seed {seed}".strip()
 TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("table1/")]
-LADDER = (8, 24, 32)  # widths of tiny_clip's image encoder beside the bundled 16, trained in the same way on the same batches
+LADDER = (4, 8)  # widths of tiny_clip's image encoder beside the bundled 16, trained in the same way on the same batches
 CLAIMS = list(dict.fromkeys(name.partition("/")[0] for name in RUNS))
 
 # What is not trained but printed as a table by one of the other programs.
@@ -94,7 +94,7 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
     rows, rounds, tags = [], [], ("clip_return", "ground_truth_return", "success_rate")
     for name, (script, options) in RUNS.items():
         folder = run_dir / name
-        if not name.startswith(f"{claim}/"):
+        if not (name.startswith(f"{claim}/") and Path(f"{folder}.finished").exists()):
             continue
         result, begun = (json.loads(Path(path).read_text()) for path in (folder / "result.json", f"{folder}.begun"))
         settings, events = result["settings"], EventAccumulator(str(folder), {"scalars": 0}).Reload()
@@ -112,10 +112,18 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
             strip = sheet.crop((0, 0, sheet.width, sheet.height // min(settings["episodes"], 4)))
             strip = strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS)
             strip.convert("RGB").save(f"{frames}.jpg", quality=85)
-        if claim == "table1" and settings["seed"] == 1:
-            shutil.copy(folder / "result.mp4", f"{frames}.mp4")
+        if name == "table1/kneeling_1":
+            film(folder / "result.mp4", output / "kneeling.gif")
     write(output / "curves" / f"{claim}.csv", rounds)
     write(output / f"{claim}.csv", rows)
+
+
+def film(video: Path, path: Path) -> None:
+    """The first of a video's episodes, every second frame, as a GIF."""
+    import imageio.v3 as iio
+
+    frames = iio.imread(video, plugin="pyav")
+    iio.imwrite(path, frames[: len(frames) // 3 : 2], extension=".gif", duration=60, loop=0)
 
 
 def printed(name: str, output: Path) -> None:
@@ -269,21 +277,23 @@ def figure(name: str, output: Path) -> None:
 
 
 def draw_curves(plt, claim: str, output: Path) -> None:
-    """CLIP return and success over the steps of the runs CLAIM/default_*, above frames of the best policy of seed 1."""
+    """CLIP return and success over the steps of the runs CLAIM/default_*, mean and range, above frames of the best policy of seed 1."""
     rows = [row for row in read(output / f"{claim}.csv") if "/default_" in row["run"]]
+    curves = [curve(output, row["run"]) for row in rows]  # of each seed: steps, returns, successes, round by round
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
     axes = figure.subplot_mosaic([["return", "success"], ["frames"] * 2], height_ratios=[3, 1])
-    for row in rows:
-        steps, returns, successes = zip(*curve(output, row["run"]))
-        axes["return"].plot(steps, returns, linewidth=0.8, alpha=0.8)
-        axes["success"].plot(steps, successes, linewidth=0.8, alpha=0.8, label=f"seed {row['seed']}")
-    axes["return"].set(title="CLIP return (what the agent learns from)", xlabel="environment steps")
-    axes["success"].set(title="success rate (never shown to it)", xlabel="environment steps")
-    axes["success"].legend(fontsize="small")
-    for name in ("return", "success"):
+    for k, name in ((1, "return"), (2, "success")):
+        rounds = [[point[k] for point in points] for points in zip(*curves)]
+        steps = [step / 1000 for step, *_ in curves[0]]
+        axes[name].fill_between(steps, [min(r) for r in rounds], [max(r) for r in rounds], alpha=0.25, label="range")
+        axes[name].plot(steps, [mean(r) for r in rounds], label=f"mean of {len(rows)} seeds")
+        axes[name].set_xlabel("environment steps, thousands")
         axes[name].grid(alpha=0.3)
+        axes[name].legend(fontsize="small", loc="lower right")
+    axes["return"].set(title="what the agent learns from", ylabel="CLIP return: sum of an episode's rewards")
+    axes["success"].set(title="never shown to it", ylabel="success rate of a round (1: every episode)")
     axes["frames"].imshow(plt.imread(output / "frames" / f"{rows[0]['run']}.jpg"))
-    axes["frames"].set_title("an episode after training, seed 1", fontsize="small")
+    axes["frames"].set_title("an episode after training, seed 1, from its first to its last step", fontsize="small")
     axes["frames"].axis("off")
     figure.suptitle(f"“{rows[0]['prompt']}”", fontsize="medium")
 
@@ -291,12 +301,16 @@ def draw_curves(plt, claim: str, output: Path) -> None:
 def draw_table1(plt, name: str, output: Path) -> None:
     """For each task an episode of the seed with the highest success."""
     rows = sorted(read(output / "table1.csv"), key=lambda row: -float(row["success_rate"]))
-    best = [next(row for row in rows if row["run"].startswith(f"table1/{task}_")) for task in TASKS]
-    _, axes = plt.subplots(len(best), 1, figsize=(11, 1.72 * len(best)), layout="constrained")
-    for axis, row in zip(axes, best):
+    tasks = [[row for row in rows if row["run"].startswith(f"table1/{task}_")] for task in TASKS]
+    tasks = [seeds for seeds in tasks if seeds]
+    _, axes = plt.subplots(len(tasks), 1, figsize=(11, 1.95 * len(tasks)), layout="constrained", squeeze=False)
+    for axis, (row, *others) in zip(axes[:, 0], tasks):
         axis.imshow(plt.imread(output / "frames" / f"{row['run']}.jpg"))
-        seed = f"the best of three seeds, {row['seed']}: success {row['success_rate']}"
-        axis.set_title(f"“{row['prompt']}” ({seed})", fontsize="small")
+        seeds = f"seed {row['seed']}, the best of {1 + len(others)}" if others else f"seed {row['seed']}"
+        asks = f"success asks for: {CONDITIONS[row['run'].rpartition('_')[0]]}"
+        holds = f"so it is in {float(row['ground_truth_return']):.0f} of 100 steps"
+        title = f"“{row['prompt']}” ({seeds}: success {row['success_rate']})"
+        axis.set_title(f"{title}\n{asks}; {holds}", fontsize="small")
         axis.axis("off")
 
 
@@ -305,17 +319,19 @@ def draw_hacking(plt, name: str, output: Path) -> None:
     figure, axes = plt.subplots(2, 4, figsize=(13, 5), layout="constrained")
     for axis, task in zip(axes.flat, TASKS):
         twin = axis.twinx()
-        for seed in (1, 2, 3):
-            steps, returns, successes = zip(*curve(output, f"table1/{task}_{seed}"))
-            axis.plot(steps, returns, "tab:blue", linewidth=0.8)
-            twin.plot(steps, successes, "tab:orange", linewidth=0.8)
+        for row in read(output / "table1.csv"):
+            if row["run"].startswith(f"table1/{task}_"):
+                steps, returns, successes = zip(*curve(output, row["run"]))
+                axis.plot([step / 1000 for step in steps], returns, "tab:blue", linewidth=0.8)
+                twin.plot([step / 1000 for step in steps], successes, "tab:orange", linewidth=0.8)
         twin.set_ylim(-0.05, 1.05)
-        axis.set_title(task, fontsize="small")
+        axis.set_title(task.replace("-", " "), fontsize="small")
         axis.tick_params(axis="y", labelcolor="tab:blue")
         twin.tick_params(axis="y", labelcolor="tab:orange")
     figure.suptitle(
-        "CLIP return of a round (blue, left), its success rate (orange, right), over environment steps; a line a seed"
+        "Blue, left: CLIP return of a round. Orange, right: its success rate. A line for each seed. Both should rise together."
     )
+    figure.supxlabel("environment steps, thousands", fontsize="small")
 
 
 if __name__ == "__main__":
