@@ -89,6 +89,7 @@ class Args:
     tau: float = 0.005  # how far, at each update, targets move towards the critics, and the mean actor towards the actor
     batch_size: int = 256  # transitions per update (512)
     ent_coef: float = 0.03  # weight of the entropy at first; then tuned to hold the entropy at -17, minus one per motor (1.0)
+    noise_correlation: float = 0.9  # of the exploration noise from one step to the next; 0 is SAC's own (0)
 
     run_dir: str | None = None  # folder of this run, made anew; None is runs/SCRIPT__SEED__TIME
     checkpoint_every: int = 16_000  # steps between two checkpoints, each evaluated (64,000)
@@ -100,7 +101,7 @@ class Args:
 
 PAPER = {
     "total_timesteps": 10_000_000, "num_envs": 32, "gradient_steps": 100, "learning_starts": 50_000, "gamma": 0.95,
-    "n_step": 1, "batch_size": 512, "ent_coef": 1.0, "checkpoint_every": 64_000,
+    "n_step": 1, "batch_size": 512, "ent_coef": 1.0, "noise_correlation": 0.0, "checkpoint_every": 64_000,
 }  # fmt: skip
 
 # ---- Environment
@@ -426,8 +427,11 @@ def rollout(
     rng = torch.Generator().manual_seed(seed)
     obs, _ = envs.reset(seed=seed)
     states, actions = [torch.from_numpy(obs).float()], []
+    noise = torch.randn(envs.num_envs, ACTION_SIZE, generator=rng)
     for _ in range(args.episode_length):
-        noise = torch.randn(envs.num_envs, ACTION_SIZE, generator=rng)
+        fresh = torch.randn(envs.num_envs, ACTION_SIZE, generator=rng)
+        # Correlated with the step before, and yet standard normal at each step.
+        noise = args.noise_correlation * noise + math.sqrt(1 - args.noise_correlation**2) * fresh
         if policy:
             actions.append(squash(*policy(states[-1][:, 2:]), noise_scale * noise)[0])
         else:

@@ -38,7 +38,6 @@ for row in read(HERE / "runs.csv"):
     for seed in range(1, int(row["seeds"]) + 1):
         RUNS[f"{row['kind']}_{seed}"] = row["script"], f"{row['options']} --seed {seed}".strip()
 TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("table1/")]
-LADDER = (4, 8)  # widths of tiny_clip's image encoder beside the bundled 16, trained in the same way on the same batches
 CLAIMS = list(dict.fromkeys(name.partition("/")[0] for name in RUNS))
 
 # What is not trained but printed as a table by one of the other programs.
@@ -189,13 +188,13 @@ def interval(row: dict, name: str) -> str:
     return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
-def judged_table(*names: str, models: Callable[[str], bool]) -> Callable[[Path], str]:
+def judged_table(*names: str) -> Callable[[Path], str]:
     """A line for each task and model."""
 
     def table(output: Path) -> str:
         lines = []
         for name in names:
-            found = [row for row in read(output / f"reward_models_{name}.csv") if models(row["model"])]
+            found = read(output / f"reward_models_{name}.csv")
             for model, rows in groupby(sorted(found, key=lambda row: int(row["parameters"])), lambda row: row["model"]):
                 rows = list(rows)
                 zero, best = next(row for row in rows if row["alpha"] == "0"), best_alpha(rows)
@@ -240,9 +239,7 @@ TABLES = {
     "prompts": runs_table("table1/kneeling", "prompts/"),
     "paper": runs_table("paper/"),
     "contrastive": runs_table("contrastive/"),
-    "ladder": runs_table("ladder/", "table1/kneeling"),
-    "agreement": judged_table(*TASKS, models=lambda model: model == "tiny"),
-    "figure4": judged_table("kneeling", models=lambda model: True),
+    "agreement": judged_table(*TASKS),
     "throughput": printed_table("throughput", "throughput_vit_bf16", "throughput_vit_fp32"),
     "growth": printed_table("growth"),
     "cost": printed_table("cost"),

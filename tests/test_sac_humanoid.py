@@ -1,5 +1,6 @@
 """The environment against Gymnasium, both looks, the tasks' conditions, and the parts of SAC."""
 
+import math
 import subprocess
 import sys
 from copy import deepcopy
@@ -47,13 +48,15 @@ def test_environment_is_gymnasiums(paper):
             torch.testing.assert_close(states[t, :, :24], qpos, atol=1e-4, rtol=1e-4)
         assert states[-1, :, 2].max() < 1  # they have fallen, where Gymnasium's own would have started again
     with torch.no_grad():  # the policy sees the states as they are but for their first two numbers
-        noise = torch.randn(3, 17, generator=torch.Generator().manual_seed(9))
+        rng = torch.Generator().manual_seed(9)
+        before, fresh = torch.randn(3, 17, generator=rng), torch.randn(3, 17, generator=rng)
+        noise = 0.9 * before + math.sqrt(1 - 0.9**2) * fresh
         torch.testing.assert_close(actions[0], squash(*agent.policy(states[0, :, 2:]), noise)[0])
 
 
 def test_random_actions_are_uniform_and_an_evaluation_has_no_noise():
     args, labeller = Args(episode_length=10), SimpleNamespace(add=lambda poses: None)
-    envs, agent = make_envs(20, args), SAC(177, args)
+    envs, agent = make_envs(100, args), SAC(177, args)
     actions = rollout(None, 1.0, envs, labeller, 0, args)[1].flatten()
     share = (actions[:, None] < torch.linspace(-1, 1, 21)).float().mean(0)
     assert (share - torch.linspace(0, 1, 21)).abs().max() < 0.03
@@ -371,7 +374,7 @@ def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeyp
     args, _ = sac_clip_humanoid.read_settings()
     assert (args.gamma, args.learning_rate, args.batch_size, args.tau) == (0.95, 6e-4, 512, 0.01)
     assert args.num_envs * args.episode_length == 32 * args.gradient_steps == 3200 and args.learning_starts == 50_000
-    assert args.n_step == 1 and args.checkpoint_every == 64_000
+    assert (args.n_step, args.noise_correlation, args.checkpoint_every) == (1, 0, 64_000)
     assert (args.total_timesteps, args.episode_length, args.ent_coef) == (10_000_000, 100, 1) and args.paper
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--batch-size", "64", "--ent-coef=0.5", "--total-timesteps", "256000"])
     args, _ = sac_clip_humanoid.read_settings()

@@ -328,24 +328,28 @@ def test_negative_prompts_make_the_reward_contrastive(script, threshold, train, 
     train(script, "--resume", tmp_path / "run")  # brings the negatives along
 
 
-def test_mountaincar_explores_with_correlated_noise():
-    """Random actions are uniform in [-1, 1], and theirs and the policy's are alike from step to step."""
-    module = sac_clip_mountaincar
+@pytest.mark.parametrize("script, num_envs", [("sac_clip_mountaincar", 80), ("sac_clip_humanoid", 16)])
+def test_sac_explores_with_correlated_noise(script, num_envs):
+    """Random actions are uniform in [-1, 1]; theirs and a policy's noise is standard normal, and alike from step to step."""
+    module = SCRIPTS[script]
     args, labeller = module.Args(), SimpleNamespace(add=lambda _: None)
-    torch.manual_seed(0)
-    for policy in (None, module.Actor()):
-        states, actions = module.rollout(policy, 1.0, module.MountainCar(80), labeller, 5, args)
-        actions = actions.squeeze(2).double()
+    envs, shape = ENVS[script](num_envs, args), (num_envs, module.ACTION_SIZE)
+    for policy in (None, lambda obs: (torch.zeros(shape), torch.zeros(shape))):
+        states, actions = module.rollout(policy, 1.0, envs, labeller, 5, args)
+        actions = actions.flatten(1).double()
         if policy is None:
-            assert 0.02 < (states[-1, :, 0] >= 0.45).float().mean() < 0.25  # now and then the car gets there by chance
-            assert (torch.histc(actions, 10, -1, 1) / actions.numel() - 0.1).abs().max() < 0.02
+            assert (torch.histc(actions, 10, -1, 1) / actions.numel() - 0.1).abs().max() < 0.03
             normal = torch.erfinv(actions.clamp(-0.999999, 0.999999)) * 2**0.5
         else:
             normal = actions.atanh()
-            normal = (normal - normal.mean()) / normal.std()
+        assert normal.mean().abs() < 0.1 and normal.std().item() == pytest.approx(1, abs=0.05)
         for lag in (1, 10, 30):
-            assert (normal[:-lag] * normal[lag:]).mean().item() == pytest.approx(0.917**lag, abs=0.08)
-        assert (torch.corrcoef(normal.T).sum() - 80).abs() / (80 * 79) < 0.05  # one environment's noise is not another's
+            alike = (normal[:-lag] * normal[lag:]).mean().item()
+            assert alike == pytest.approx(args.noise_correlation**lag, abs=0.08)
+        n = normal.shape[1]  # one environment's noise, or motor's, is not another's
+        assert (torch.corrcoef(normal.T).sum() - n).abs() / (n * (n - 1)) < 0.05
+        if script == "sac_clip_mountaincar" and policy is None:
+            assert 0.02 < (states[-1, :, 0] >= 0.45).float().mean() < 0.25  # now and then the car gets there by chance
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):

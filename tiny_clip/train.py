@@ -2,7 +2,6 @@
 
     python tiny_clip/train.py             # train, write the model into this folder, print the held-out figures
     python tiny_clip/train.py --evaluate  # only the held-out figures
-    python tiny_clip/train.py --widths 8 24 32 --output ladder  # models of other sizes, on the same batches: ladder/width_8, …
 
 Frames are drawn by the scripts' own drawing functions, for every batch anew (the humanoid's once, before the training). What captions
 say of them is a table, captions.csv. To add a scene, write a function like `mountaincar`, its lines of the table, and its share in
@@ -69,7 +68,6 @@ class Args:
 
     evaluate: bool = False  # only print the held-out figures of the model in `output`
     output: Path = HERE  # folder for the model
-    widths: tuple[int, ...] = (16,)  # of the image encoder; several are trained side by side, into folders width_N
     resume: bool = False  # go on with the training in `output` that was interrupted, with the same settings
     steps: int = 2400  # optimizer steps
     batch_size: int = 1024  # image-text pairs a step, over all scenes
@@ -82,7 +80,7 @@ class Args:
 # ---- Captions
 
 CHANCES = (0.55, 0.15, 0.15, 0.15), (0.1, 0.1, 0.45, 0.35)  # of what is said first, and second: see `Captions.groups`
-CAR_CHANCES = (0.45, 0.25, 0, 0.3), (0.45, 0.25, 0, 0.3)  # that the flag is still far shows the way to it
+CAR_CHANCES = (1, 1, 0, 0.25), (1, 1, 0, 0.25)  # of each line by itself: that the flag is still far shows the way to it
 SECOND, STREWN = 0.4, 0.3  # how many captions say a second thing, and have words of no meaning strewn in
 
 
@@ -107,7 +105,7 @@ class Captions:
     def __init__(self, scene: str):
         rows = [row for row in TABLE if row["scene"] == scene and row["kind"] != "rewording"]
         self.alternatives = {row["kind"]: row["words"].split("|") for row in rows if not row["condition"]}
-        self.lines, self.rarity, self.chances = [], None, CAR_CHANCES if scene == "mountaincar" else CHANCES
+        self.lines, self.rarity, self.by_line = [], None, scene == "mountaincar"
         for row in rows:
             for number in row["N"].split() or [""] if row["condition"] else []:
                 fill = partial(re.sub, r"\bN\b", number)
@@ -137,12 +135,14 @@ class Captions:
     def describe(self, facts: np.ndarray, rng: np.random.Generator) -> tuple[str, list[int]]:
         """Facts of a frame (F,) -> a caption, and which lines it speaks of."""
         *groups, wholes = self.groups(facts)
+        first, second = CAR_CHANCES if self.by_line else CHANCES
 
         def pick(words: list[str]) -> str:
             return words[rng.integers(len(words))]
 
         def choose(chances: tuple[float, ...]) -> int:
-            chances = np.cumsum([chance * (len(group) > 0) for chance, group in zip(chances, groups)])
+            weigh = len if self.by_line else lambda group: len(group) > 0
+            chances = np.cumsum([chance * weigh(group) for chance, group in zip(chances, groups)])
             k = int(np.searchsorted(chances, rng.random() * chances[-1], side="right"))
             if k > 0:
                 return int(rng.choice(groups[k]))
@@ -154,7 +154,7 @@ class Captions:
                 said = [int(rng.choice(wholes))]
                 text = pick(self.lines[said[0]].words[facts[said[0]]])
             else:
-                said = [choose(self.chances[0])] + ([choose(self.chances[1])] if rng.random() < SECOND else [])
+                said = [choose(first)] + ([choose(second)] if rng.random() < SECOND else [])
                 said = list(dict.fromkeys(said))
                 phrases = pick([", ", " and ", ", "]).join(pick(self.lines[k].words[facts[k]]) for k in said)
                 text = pick(self.alternatives["caption"]).replace("PHRASE", phrases)
@@ -462,12 +462,11 @@ def fact_loss(logits: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
 class Learner:
     """A model, and what trains it."""
 
-    def __init__(self, width: int, captions: dict[str, Captions], args: Args):
+    def __init__(self, captions: dict[str, Captions], args: Args):
         torch.manual_seed(args.seed)
-        self.cfg = MODEL_CFG | {"vision_cfg": MODEL_CFG["vision_cfg"] | {"width": width}}
-        self.model = open_clip.CLIP(**self.cfg)
+        self.model = open_clip.CLIP(**MODEL_CFG)
         self.model.visual.to(memory_format=torch.channels_last)  # twice as fast for convolutions on a CPU
-        size = self.cfg["embed_dim"]
+        size = MODEL_CFG["embed_dim"]
         self.heads = torch.nn.ModuleDict({name: torch.nn.Linear(size, len(own.lines)) for name, own in captions.items()})
         parameters = [*self.model.parameters(), *self.heads.parameters()]
         matrices, others = ([p for p in parameters if (p.ndim >= 2) == kind] for kind in (True, False))
@@ -500,18 +499,11 @@ class Learner:
         weights = {name: w.half() if w.is_floating_point() else w for name, w in self.model.state_dict().items()}
         save_file({k: w.contiguous() for k, w in weights.items()}, folder / "weights.tmp")
         (folder / "weights.tmp").replace(folder / "open_clip_model.safetensors")
-        config = {"model_cfg": self.cfg, "preprocess_cfg": PREPROCESS_CFG}
+        config = {"model_cfg": MODEL_CFG, "preprocess_cfg": PREPROCESS_CFG}
         (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def folders(args: Args) -> dict[int, Path]:
-    """The folder of each width."""
-    return {width: args.output / f"width_{width}" if len(args.widths) > 1 else args.output for width in args.widths}
-
-
 def train(args: Args) -> None:
-    if len(set(args.widths)) < max(len(args.widths), 1) or any(width < 2 or width % 2 for width in args.widths):
-        raise UsageError(f"--widths must be different even numbers, not {args.widths}")
     if args.steps < 1 or args.batch_size < 32 or args.humanoid_states < 1:
         raise UsageError("--steps and --humanoid-states must be at least 1, --batch-size at least 32")
     try:
@@ -520,7 +512,7 @@ def train(args: Args) -> None:
         raise UsageError(f"cannot write to {args.output}: {error.strerror}") from None
     rng = np.random.default_rng(args.seed)
     captions = {name: Captions(name) for name in SHARES}
-    learners = [Learner(width, captions, args) for width in args.widths]
+    learner = Learner(captions, args)
     checkpoint, first, kept = args.output / "training.pt", 0, None
     settings = {k: v for k, v in asdict(args).items() if k not in ("evaluate", "output", "resume")}
     if checkpoint.is_file() and not args.resume:
@@ -536,9 +528,8 @@ def train(args: Args) -> None:
     make_batch(scenes, captions, 8192, np.random.default_rng(0))  # tells what is rare
     if kept:
         first, rng.bit_generator.state = kept["step"], kept["rng"]
-        for learner, states in zip(learners, kept["learners"]):
-            for part, state in zip(learner.parts, states):
-                part.load_state_dict(state)
+        for part, state in zip(learner.parts, kept["parts"]):
+            part.load_state_dict(state)
 
     def next_batch() -> tuple[Batch, torch.Tensor, dict]:
         """-> a batch, its tokens, and the generator's state afterwards."""
@@ -552,17 +543,16 @@ def train(args: Args) -> None:
         for step in progress:
             *batch, state = coming.result()
             coming = pool.submit(next_batch)
-            losses = [learner.step(*batch) for learner in learners]
+            loss = learner.step(*batch)
             if step % 10 == 0:
-                progress.set_postfix(loss=", ".join(f"{loss:.3f}" for loss in losses))
+                progress.set_postfix(loss=f"{loss:.3f}")
             if (step + 1) % SAVE_EVERY == 0:
                 content = {"settings": settings, "step": step + 1, "rng": state}
-                content["learners"] = [[part.state_dict() for part in learner.parts] for learner in learners]
+                content["parts"] = [part.state_dict() for part in learner.parts]
                 torch.save(content, checkpoint.with_suffix(".tmp"))
                 checkpoint.with_suffix(".tmp").replace(checkpoint)
         coming.cancel()
-    for learner, folder in zip(learners, folders(args).values()):
-        learner.save(folder)
+    learner.save(args.output)
     checkpoint.unlink(missing_ok=True)
 
 
@@ -682,11 +672,9 @@ if __name__ == "__main__":
     try:
         if not args.evaluate:
             train(args)
-        for folder in folders(args).values():
-            print(f"\n{folder}")
-            evaluate_cartpole(folder)
-            evaluate_mountaincar(folder)
-            evaluate_humanoid(folder)
+        evaluate_cartpole(args.output)
+        evaluate_mountaincar(args.output)
+        evaluate_humanoid(args.output)
     except UsageError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
