@@ -750,9 +750,10 @@ class Run:
         self.writer.close()
         if self.stopped:
             self.save("checkpoint.pt", **self.parts)
+        os.close(self.lock)
+        if self.stopped:
             print(f"stopped at step {self.step}, nothing lost; go on with: python {SCRIPT}.py --resume {self.args.run_dir}")
             sys.exit(128 + self.stopped)
-        os.close(self.lock)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
 

@@ -29,11 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny_clip")]
 
 Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
+# A setting that tells a script's runs from those of the scripts below it.
 SCRIPT_WITH = {
     "end_e": "dqn_clip_cartpole",
-    "noise_correlation": "sac_clip_mountaincar",
     "camera": "sac_clip_humanoid",
-}  # a setting
+    "noise_correlation": "sac_clip_mountaincar",
+}
 LOOK = ("textures", "camera", "supersample")  # settings that change the frames
 
 
