@@ -77,7 +77,7 @@ class Args:
     the actor, and the running mean of its weights acting"""
     seed: int = 1  # of the weights, the start states and the exploration
     device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight; None takes it where there is one
-    total_timesteps: int | None = None  # of all environments, in whole rounds; None: 128,000 with tiny, else 10,000,000 (this)
+    total_timesteps: int | None = None  # of all environments, in whole rounds; None: 128,000 with tiny (10,000,000)
     num_envs: int = 16  # environments side by side (32)
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round (100)

@@ -66,6 +66,7 @@ def run(script: str, *arguments, folder: Path, **env: str) -> str:
     process = start(script, *arguments, folder=folder, **env)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
+    assert not set("\r\x1b") & set(out + err)  # where there is no terminal
     return out
 
 
