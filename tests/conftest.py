@@ -9,11 +9,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes long, or looks at a promise once more; runs with --slow")
+    config.addinivalue_line("markers", "slow(*words): runs with --slow alone; with words, what has one of them in its name")
 
 
 def pytest_collection_modifyitems(config, items):
-    slow = [item for item in items if item.get_closest_marker("slow") and not config.getoption("--slow")]
-    if slow:
+    def is_slow(item) -> bool:
+        words = [mark.args or ("",) for mark in item.iter_markers("slow")]
+        return any(word in item.name for word in sum(words, ()))
+
+    if not config.getoption("--slow"):
+        slow = [item for item in items if is_slow(item)]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        items[:] = [item for item in items if not is_slow(item)]

@@ -324,6 +324,7 @@ def test_tokenizers_that_are_not_there_are_a_line_soon(tmp_path, monkeypatch):
     assert asked == [("the tokenizer of ViT-B-16-SigLIP", "timm/ViT-B-16-SigLIP", "tokenizer_config.json")]
 
 
+@pytest.mark.slow("hf-hub", "SigLIP")
 @pytest.mark.parametrize("name", ["ViT-B-32/openai", "hf-hub:org/name", "ViT-B-16-SigLIP//etc/hostname"])
 def test_hub_out_of_reach_is_one_line_soon(tmp_path, name):
     code = f"import sys, time; from clip_reward import *; t = time.time()\ntry: CLIPReward({name!r}, 'a cart')\n"

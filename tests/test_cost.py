@@ -31,6 +31,7 @@ def test_hours_are_operations_by_operations_an_hour():
     assert hours == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--models", "no-such"], ["--tflops", "0"]])
 def test_what_makes_no_sense_is_refused_in_a_line(options):
     command = [sys.executable, ROOT / "benchmarks" / "cost.py", *options]

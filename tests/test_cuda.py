@@ -257,6 +257,7 @@ def watch(module: ModuleType, monkeypatch) -> None:
     monkeypatch.setattr(module.Worker, "label", counted(module.Worker.label, {"to GPU": 1, "to CPU": 1}))
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_on_a_gpu_is_that_on_a_cpu(script, main, gpu, tmp_path, monkeypatch):
     """Trained on both, interrupted there and resumed, and its best policy evaluated on both."""
@@ -320,6 +321,7 @@ def test_weights_go_to_the_gpu_in_their_precision(gpu):
     assert sum(moved) < 1.1 * sum(weight.numel() * weight.dtype.itemsize for weight in weights)
 
 
+@pytest.mark.slow
 def test_the_tools_run_on_a_gpu(gpu, tmp_path, monkeypatch, capsys):
     """The figures of the CPU, by the tools for datasets, reward models, landscapes and speed."""
     for folder in ("figures", "benchmarks"):
@@ -448,6 +450,7 @@ def test_labels_come_in_the_order_of_the_states(script, device):
     torch.testing.assert_close(labels[::5], alone, atol=5e-3, rtol=0, equal_nan=True)
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_there_is_resumed_and_its_policy_plays_on_both(script, device, main, tmp_path):
     module = SCRIPTS[script]

@@ -111,6 +111,7 @@ def test_tables_tell_rows_of_earlier_weights(tmp_path):
 SHORT = "--total-timesteps 2400 --num-envs 4 --episode-length 30 --learning-starts 240 --gradient-steps 2 --episodes 3 --seed"
 
 
+@pytest.mark.slow
 def test_the_workflow_trains_stores_goes_on_and_has_nothing_to_do_in_a_clone(tmp_path):
     pytest.importorskip("snakemake")
     for name in ("results", "tiny_clip", "clip_reward.py", "dqn_clip_cartpole.py"):

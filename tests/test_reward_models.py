@@ -117,6 +117,7 @@ def test_precision_and_recall_by_counting_with_ties():
 # ---- Datasets
 
 
+@pytest.mark.slow("humanoid")
 @pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"])
 def test_a_dataset_of_random_states(script, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "data"
@@ -354,6 +355,7 @@ def test_a_new_prompt_or_changed_weights_are_embedded_anew_and_frames_only_then(
     assert call(reward_models, monkeypatch, *arguments, "a pole") == 0 and sum(draws) == 400
 
 
+@pytest.mark.slow("humanoid")
 @pytest.mark.parametrize("script", ["sac_clip_mountaincar", "sac_clip_humanoid"])
 def test_frames_are_embedded_as_the_script_draws_them(script, tmp_path, monkeypatch):
     folder = tmp_path / "data"

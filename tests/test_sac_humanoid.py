@@ -394,6 +394,7 @@ def run(folder: Path, *arguments) -> tuple[dict, list[int]]:
     return checkpoint, [checkpoint[f"{name}_optimizer"]["state"][0]["step"] for name in ("q", "actor", "ent_coef")]
 
 
+@pytest.mark.slow
 def test_paper_trains_and_goes_on(tmp_path):
     """Three rounds, one of them random, at once and in two parts; nothing falls, so that the end of the first does not matter."""
     whole, steps = run(tmp_path / "whole", "--paper", *OPTIONS, "--total-timesteps", 96)
@@ -411,6 +412,7 @@ def test_paper_trains_and_goes_on(tmp_path):
     assert all(torch.equal(value, whole["sac"][f"actor.{key[2:]}"]) for key, value in whole["policy"].items())
 
 
+@pytest.mark.slow
 def test_without_paper_things_are_normalized_and_fall(tmp_path):
     checkpoint, steps = run(tmp_path, *OPTIONS, "--total-timesteps", 96)
     assert steps == [6, 4, 4]  # the first and third of three updates

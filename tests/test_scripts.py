@@ -272,6 +272,7 @@ class Task(Future):
         return super().result(timeout)
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(script, train, tmp_path, monkeypatch):
     """Whether a round is played before, after or during the learning: it is the policy's from before, and is not learned from yet."""
@@ -300,6 +301,7 @@ def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(s
         same_run(tmp_path / "AtOnce", tmp_path / pool.__name__)
 
 
+@pytest.mark.slow("mountaincar")
 @pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar"])
 def test_ground_truth_reward_is_what_the_flag_trains_on(script, train, tmp_path):
     options = "--reward ground-truth --total-timesteps 6400 --num-envs 16 --episode-length 200 --episodes 2 --gradient-steps 1"
@@ -308,6 +310,7 @@ def test_ground_truth_reward_is_what_the_flag_trains_on(script, train, tmp_path)
     assert torch.equal(rb["rewards"], true_rewards) and rb["rewards"].sum() > 0
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script, threshold", [*((script, None) for script in SCRIPTS), ("dqn_clip_cartpole", 0.5)])
 def test_negative_prompts_make_the_reward_contrastive(script, threshold, train, tmp_path):
     options = "--total-timesteps 240 --num-envs 4 --episode-length 30 --episodes 2 --device cpu --clip-model tiny"
@@ -422,11 +425,12 @@ def test_the_buffer_holds_the_last_rounds_and_clips_rewards_of_the_states_after_
     assert (before - rb["rewards"].flatten()).abs().max() > 0.01
 
 
-def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path):
+def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path, request):
+    """Once, and three times with --slow."""
     script, whole = unbroken
     checkpoint, killed_at = tmp_path / "run" / "checkpoint.pt", []
     process = start(script, *SHORT, "--run-dir", tmp_path / "run", folder=tmp_path)
-    for life in range(3):
+    for life in range(3 if request.config.getoption("--slow") else 1):
         seen = 0
         while seen < 3 + 5 * life:  # kill soon after so many checkpoints of this life, wherever the run is by then
             before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
@@ -442,11 +446,12 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
         process = start(script, "--resume", tmp_path / "run", folder=tmp_path)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert 0 < killed_at[0] < killed_at[1] < killed_at[2] < 6000
+    assert killed_at == sorted(set(killed_at)) and 0 < killed_at[0] and killed_at[-1] < 6000
     same_run(whole, tmp_path / "run")
     assert len(curve(whole)) == 50  # nothing twice, nothing missing
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path, number):
     script, whole = unbroken
@@ -464,6 +469,7 @@ def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path,
         same_run(whole, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_stops_at_once(tmp_path):
     """In the middle of a round that would take minutes: no thread finishes it first, and nothing is lost but that round."""
     long = "--num-envs 64 --episode-length 20000 --episodes 1 --device cpu --clip-model tiny --total-timesteps 1280000"
@@ -486,12 +492,14 @@ def test_second_ctrl_c_stops_at_once(tmp_path):
             process.kill()
 
 
+@pytest.mark.slow
 def test_any_number_of_cores_gives_the_same_run(unbroken, tmp_path):
     script, two = unbroken
     run(script, *SHORT, "--run-dir", "run", folder=tmp_path, OMP_NUM_THREADS="1")
     same_run(two, tmp_path / "run")
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 def test_evaluate_a_checkpoint(unbroken, tmp_path):
     script, run_dir = unbroken
     before = {path: path.stat().st_mtime_ns for path in run_dir.iterdir()}
@@ -640,6 +648,7 @@ def test_files_that_are_broken_are_named_in_a_line(copied, fails):
     assert f"run/checkpoint.pt lacks {optimizer}" in fails(script, "--resume", run_dir)
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path):
     """No file may become larger than what the first checkpoint has, nor may they be where there is no folder any more."""
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
@@ -652,11 +661,12 @@ def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path):
     process = start("dqn_clip_cartpole", *SHORT, "--run-dir", "gone", folder=tmp_path)
     while not (tmp_path / "gone" / "best.pt").exists():
         time.sleep(0.002)
-    shutil.rmtree(tmp_path / "gone")
+    (tmp_path / "gone").rename(tmp_path / "elsewhere")
     line = failed(process)
     assert "cannot write gone/" in line or "No such file" in line
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_curves_that_cannot_be_written_are_a_line(script, tmp_path):
     """TensorBoard writes in a thread of its own, whose traceback is not to be seen beside that line."""
@@ -669,6 +679,7 @@ def test_curves_that_cannot_be_written_are_a_line(script, tmp_path):
     assert "no space for the curves" in failed(process)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_in_its_folder(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint.pt.tmp").write_bytes(b"half")
@@ -676,6 +687,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_in_its_folder(tmp_
     assert "written to run/result" in out
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_while_it_goes_on(tmp_path):
     long = [*SHORT, "--total-timesteps=600000", "--run-dir", "run"]
     process = start("sac_clip_mountaincar", *long, folder=tmp_path)
@@ -702,6 +714,7 @@ def test_out_of_memory_and_rewards_that_are_no_numbers_are_a_line(script, fails,
     assert "pays NaN or infinity" in fails(script, *small, *common, tmp_path / "small")
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 def test_terminals_of_every_kind(unbroken, tmp_path):
     """One that knows ASCII alone, one that is closed after a line, and Ctrl-C while the packages are imported."""
     script, _ = unbroken
@@ -717,6 +730,7 @@ def test_terminals_of_every_kind(unbroken, tmp_path):
     assert err == "" and process.returncode == -signal.SIGINT
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_tracking_that_does_not_work_is_a_line_and_a_run_that_has_begun_goes_on(script, train, tmp_path, monkeypatch, capsys):
     """`wandb/`, the folder that Weights & Biases leaves, passes for the package."""
@@ -747,6 +761,7 @@ def test_steps_are_ours_with_tiny_and_the_papers_with_other_models(script, monke
         assert SCRIPTS[script].read_settings()[0].total_timesteps == expected
 
 
+@pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_error_is_a_line_and_exit_code_2_and_so_is_a_hub_out_of_reach(script, tmp_path):
     env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
@@ -761,20 +776,26 @@ def test_an_error_is_a_line_and_exit_code_2_and_so_is_a_hub_out_of_reach(script,
         assert not (tmp_path / "runs").exists()
 
 
-def test_cartpole_learns_from_the_sentence(tmp_path):
-    options = "--episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"
-    run("dqn_clip_cartpole", *options.split(), folder=tmp_path)
-    assert result(tmp_path / "run")["success_rate"] >= 0.95
+LEARNS = {  # in fewer steps than the defaults, for the tests' sake
+    "dqn_clip_cartpole": ("--total-timesteps 57600", 0.95),
+    "sac_clip_mountaincar": ("--total-timesteps 160000 --learning-rate 1e-3", 0.95),
+    "sac_clip_humanoid": ("--total-timesteps 51200 --checkpoint-every 12800", 0.8),
+}
 
 
-def test_mountaincar_learns_from_the_sentence(tmp_path):
-    options = (
-        "--total-timesteps 224000 --learning-rate 1e-3 --episodes 50 --seed 1 --device cpu --clip-model tiny --run-dir run"
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_it_learns_from_the_sentence(script, tmp_path):
+    options, least = LEARNS[script]
+    run(
+        script,
+        *options.split(),
+        *"--episodes 48 --seed 1 --device cpu --clip-model tiny --run-dir run".split(),
+        folder=tmp_path,
     )
-    run("sac_clip_mountaincar", *options.split(), folder=tmp_path)
-    assert result(tmp_path / "run")["success_rate"] >= 0.95
+    assert result(tmp_path / "run")["success_rate"] >= least
 
 
+@pytest.mark.slow
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path):
     home = {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/cache"}
     out = run("sac_clip_humanoid", *SHORT, "--total-timesteps=120", "--run-dir=run", folder=tmp_path, **home)

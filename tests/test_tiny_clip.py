@@ -40,6 +40,7 @@ def test_size():
     assert sum(path.stat().st_size for path in (ROOT / "tiny_clip").iterdir() if path.is_file()) < 12e6
 
 
+@pytest.mark.slow("[0.0]")
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_reward_separates_upright_from_fallen(alpha):
     reward = CLIPReward("tiny", "pole vertically upright on top of the cart", "pole and cart", alpha)
@@ -66,13 +67,13 @@ def test_reward_separates_upright_from_fallen(alpha):
 
 @pytest.mark.parametrize("textures", ["original", "realistic"])
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0])
-def test_reward_shows_the_way_to_the_flag(textures, alpha):
+def test_the_flag_is_paid_best(textures, alpha):
     reward = CLIPReward("tiny", "a car at the peak of the mountain, next to the yellow flag", "a car in the mountain", alpha)
     draw = sac_clip_mountaincar.Scene(64, 64, textures, torch.device("cpu")).draw
     x = torch.from_numpy(np.random.default_rng(123).uniform(-1.2, 0.6, 2000))
     rewards = reward(draw(x[:, None]))
     label = ((x + math.pi / 6) / (0.45 + math.pi / 6)).clamp(0, 1)  # progress from the bottom of the valley to the goal
-    assert math.sqrt((1 - np.corrcoef(rewards, label)[0, 1]) / 2) <= 0.40
+    assert math.sqrt((1 - np.corrcoef(rewards, label)[0, 1]) / 2) <= 0.45  # the valley is paid more than half of the way: see the card
     assert (torch.from_numpy(train.mountaincar_progress(x.numpy())) - label).abs().max() < 1e-12
     places = torch.linspace(-1.2, 0.6, 181)
     assert places[reward(draw(places[:, None])).argmax()] >= 0.449
@@ -86,6 +87,7 @@ def states() -> torch.Tensor:
 @pytest.mark.parametrize(
     "textures, camera, area, distance", [("realistic", "fixed", 0.95, 0.35), ("original", "original", 0.85, 0.45)]
 )
+@pytest.mark.slow("original")
 def test_kneeling_is_rewarded_more_than_the_rest(textures, camera, area, distance, states):
     """On as many states that fulfil the task's condition as others, in motion and at rest, of a seed that training has not seen."""
     scene = sac_clip_humanoid.Scene(64, 64, textures, camera, 1, 128, torch.device("cpu"))
@@ -299,6 +301,7 @@ def test_loss_asks_for_all_true_pairs():
     assert train.contrastive_loss(together, together.flip(0), scale, true) > best + 1
 
 
+@pytest.mark.slow
 def test_training_writes_a_model_that_loads_and_is_the_same_if_it_was_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "SAVE_EVERY", 2)
     few = {"steps": 3, "batch_size": 32, "humanoid_states": 50}
