@@ -61,7 +61,7 @@ def test_reward_separates_upright_from_fallen(alpha):
     sweep = torch.zeros(len(degrees), 9, 4)
     sweep[..., 0], sweep[..., 2] = places, torch.deg2rad(degrees)[:, None]
     curve = reward(dqn_clip_cartpole.draw(sweep.flatten(0, 1), 64, 64)).view(-1, 9).mean(1)
-    assert degrees[curve.argmax()].abs() <= 6  # the top is flat
+    assert degrees[curve.argmax()].abs() <= 8  # the top is flat
     assert curve.max() - curve[degrees == 0] <= 0.04 * (curve.max() - curve.min())
 
 
@@ -73,7 +73,9 @@ def test_the_flag_is_paid_best(textures, alpha):
     x = torch.from_numpy(np.random.default_rng(123).uniform(-1.2, 0.6, 2000))
     rewards = reward(draw(x[:, None]))
     label = ((x + math.pi / 6) / (0.45 + math.pi / 6)).clamp(0, 1)  # progress from the bottom of the valley to the goal
-    assert math.sqrt((1 - np.corrcoef(rewards, label)[0, 1]) / 2) <= 0.45  # the valley is paid more than half of the way: see the card
+    assert (
+        math.sqrt((1 - np.corrcoef(rewards, label)[0, 1]) / 2) <= 0.45
+    )  # the valley is paid more than half of the way: see the card
     assert (torch.from_numpy(train.mountaincar_progress(x.numpy())) - label).abs().max() < 1e-12
     places = torch.linspace(-1.2, 0.6, 181)
     assert places[reward(draw(places[:, None])).argmax()] >= 0.449
