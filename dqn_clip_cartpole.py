@@ -52,6 +52,7 @@ class Args:
     temperature: float | None = None  # contrastive: τ of the softmax; None is the model's own
     threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0; None pays the probability itself
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step within CartPole-v1's limits
+    reward_program: str | None = None  # a file, as those in code_reward/programs, that pays instead of the CLIP model
     clip_model: str | None = None  # NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny; None: tiny, on CUDA bigG
     clip_batch_size: int = 128  # frames drawn and scored at once
     precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model; None is bf16 where the hardware has it
@@ -143,6 +144,10 @@ class Worker:
     """Draws states and scores the frames with CLIP on one device; the `Labeller` has one for each core or GPU."""
 
     def __init__(self, args: Args, device: torch.device, reward_model: CLIPReward | None = None):
+        if args.reward_program and not reward_model:
+            from code_reward.program import ProgramReward
+
+            reward_model = ProgramReward(args.reward_program)
         self.reward_model = reward_model or CLIPReward(
             args.clip_model, args.prompt, args.baseline_prompt, args.goal_baseline_alpha, device, args.clip_batch_size,
             precision=args.precision, negative_prompts=args.negative_prompt,
@@ -458,13 +463,16 @@ def read_settings() -> tuple[Args, dict | None]:
     if args.resume or args.evaluate:
         path = f"{args.resume}/checkpoint.pt" if args.resume else args.evaluate
         takes = {"--resume"} if args.resume else {"--evaluate", "--episodes", "--seed", "--device"}
-        others = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")} - takes
+        others = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")} - takes - {"--reward-program"}
         if others:
             raise UsageError(f"a checkpoint brings its own settings: leave out {', '.join(sorted(others))}")
         checkpoint = load(path, "rb" if args.resume else "policy")
         settings = Args(**checkpoint["settings"])
         settings.run_dir, settings.device = os.path.dirname(path) or ".", settings.device if args.resume else None
+        named, settings.reward_program = settings.reward_program, None
         args = tyro.cli(Args, default=settings)
+        if bool(named) != bool(args.reward_program):  # a checkpoint runs nothing
+            raise UsageError(f"add --reward-program {named}" if named else "leave out --reward-program: this run had none")
     elif args.run_dir and os.path.isdir(args.run_dir) and {*os.listdir(args.run_dir)} - {"checkpoint.pt.tmp"}:
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     for name, value in asdict(args).items():
@@ -483,7 +491,7 @@ def read_settings() -> tuple[Args, dict | None]:
     if args.clip_model is None:
         args.clip_model = "tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k"
     if args.total_timesteps is None:
-        args.total_timesteps = 96_000 if args.clip_model == "tiny" else 3_000_000
+        args.total_timesteps = 96_000 if args.clip_model == "tiny" or args.reward_program else 3_000_000
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
     return args, checkpoint
 
@@ -495,8 +503,9 @@ def main() -> None:
     args, checkpoint = read_settings()
     about = " (bundled: trained on the very scenes of this project, for trying and testing, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
-    print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
-    prompt = "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
+    if not args.reward_program:
+        print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
+    prompt = "not used" if args.reward_program else "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
     print(f"prompt {prompt}; {args.total_timesteps:,} steps; run folder {args.run_dir}")
     if not args.evaluate:
         train(args, checkpoint, labeller)
