@@ -30,8 +30,8 @@ SYNTAX = set(
 BUILTINS = "abs all any bool enumerate float int len list max min range reversed round sorted sum tuple zip".split()
 ATTRIBUTES = set(  # of NumPy and of its arrays: what computes, nothing that reads, writes, formats, or leads elsewhere
     """abs absolute all any arange arctan arctan2 argmax argmin argsort array asarray astype bincount bool_ broadcast_to ceil clip
-    concatenate cos count_nonzero cumsum deg2rad degrees diff divide dot dtype empty_like exp expand_dims flip float32 float64 floor
-    full full_like greater greater_equal hypot inf int16 int32 int64 isfinite isnan less less_equal linalg linspace log logical_and
+    concatenate copy cos count_nonzero cumsum deg2rad degrees diff divide dot dtype empty_like exp expand_dims flatten flip float32 float64 floor
+    full full_like greater greater_equal hypot inf int16 int32 int64 isclose isfinite isnan less less_equal linalg linspace log logical_and
     logical_not logical_or logical_xor max maximum mean median meshgrid min minimum moveaxis nan nan_to_num nanmax nanmean nanmin
     ndarray ndim newaxis nonzero norm ones ones_like percentile pi power prod quantile rad2deg radians ravel repeat reshape roll round
     shape sign sin size sort sqrt square squeeze stack std sum swapaxes take tan tile T transpose uint8 var where zeros

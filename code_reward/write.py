@@ -100,7 +100,10 @@ class Model:
         import openai
 
         self.args, self.path, self.Error = args, args.output.with_suffix(".json"), openai.OpenAIError
-        self.calls = json.loads(self.path.read_text()) if self.path.exists() else []
+        try:
+            self.calls = json.loads(self.path.read_text()) if self.path.exists() else []
+        except ValueError:
+            raise WriteError(f"{self.path} holds no answers: move it away, or choose another --output") from None
         key = os.environ.get("OPENAI_API_KEY") or ("none" if args.base_url else None)  # a local server takes any
         try:
             self.client = openai.OpenAI(base_url=args.base_url, api_key=key, max_retries=6)  # waits as long as a 429 says
@@ -237,6 +240,8 @@ def main() -> None:
     args = tyro.cli(Args)
     if args.output.suffix != ".py" or not args.output.absolute().parent.is_dir() or args.output.exists():
         raise WriteError(f"--output {args.output} must be a new file NAME.py in a folder that exists")
+    if not all(8 <= n <= 1024 for n in args.size) or args.episodes < 1 or args.rounds < 0:
+        raise WriteError("--size takes two numbers from 8 to 1024, --episodes at least 1, --rounds at least 0")
     frames, stride = trajectories(args)
     zoom = max(1, 400 // args.size[0])
     shown = [picture(frames[kind, episode, -1], zoom) for kind in (1, 0) for episode in range(min(3, args.episodes))]
