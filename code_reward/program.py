@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 SYNTAX = set(
-    """Module FunctionDef arguments arg Import alias Return Assign AugAssign AnnAssign Expr If For Break Continue Pass Lambda Name Load
+    """Module FunctionDef arguments arg Import alias Return Assign AugAssign Expr If For Break Continue Pass Lambda Name Load
     Store Constant Tuple List Subscript Slice Attribute Call keyword IfExp Compare BoolOp BinOp UnaryOp ListComp GeneratorExp
     comprehension And Or Not Invert USub UAdd Add Sub Mult Div FloorDiv Mod Pow MatMult BitAnd BitOr BitXor LShift RShift Eq NotEq Lt
     LtE Gt GtE Is IsNot In NotIn""".split()
@@ -30,10 +30,10 @@ SYNTAX = set(
 BUILTINS = "abs all any bool enumerate float int len list max min range reversed round sorted sum tuple zip".split()
 ATTRIBUTES = set(  # of NumPy and of its arrays: what computes, nothing that reads, writes, formats, or leads elsewhere
     """abs absolute all any arange arctan arctan2 argmax argmin argsort array asarray astype bincount bool_ broadcast_to ceil clip
-    concatenate copy cos count_nonzero cumsum deg2rad degrees diff divide dot dtype empty_like exp expand_dims flatten flip float32 float64 floor
+    concatenate copy cos count_nonzero cumsum deg2rad degrees diff divide dot exp expand_dims flatten flip float32 float64 floor
     full full_like greater greater_equal hypot inf int16 int32 int64 isclose isfinite isnan less less_equal linalg linspace log logical_and
     logical_not logical_or logical_xor max maximum mean median meshgrid min minimum moveaxis nan nan_to_num nanmax nanmean nanmin
-    ndarray ndim newaxis nonzero norm ones ones_like percentile pi power prod quantile rad2deg radians ravel repeat reshape roll round
+    ndim newaxis nonzero norm ones ones_like percentile pi power prod quantile rad2deg radians ravel repeat reshape roll round
     shape sign sin size sort sqrt square squeeze stack std sum swapaxes take tan tile T transpose uint8 var where zeros
     zeros_like""".split()
 )
@@ -50,7 +50,13 @@ def check(source: str) -> ast.Module:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ProgramError(f"not Python: {error}") from None
+    for node in ast.walk(tree):  # annotations would be evaluated
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
     nodes = list(ast.walk(tree))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)} | {
         node.name for node in nodes if isinstance(node, ast.FunctionDef)
@@ -68,6 +74,8 @@ def check(source: str) -> ast.Module:
             refuse(node, f".{node.attr}")
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in {*BUILTINS, "np"} | bound:
             refuse(node, node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in docstrings:
+            refuse(node, "text")  # a dtype in words can show memory
         elif isinstance(node, ast.FunctionDef) and node.decorator_list:
             refuse(node, "a decorator")
     for name in bound:
@@ -87,7 +95,7 @@ def load(source: str) -> tuple[tuple[int, int], dict[str, Callable]]:
     """A checked program -> (height, width) of its frames, and its sub-tasks by name, in order."""
     tree = check(source)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    names = [node.name for node in functions if ast.unparse(node.args).partition(":")[0] == "frames"]
+    names = [node.name for node in functions if ast.unparse(node.args) == "frames"]
     scope = {"__builtins__": {name: getattr(builtins, name) for name in BUILTINS} | {"__import__": import_numpy}}
     try:
         exec(compile(tree, "program", "exec"), scope)
@@ -121,13 +129,14 @@ def in_order(done: np.ndarray) -> np.ndarray:
     return np.logical_and.accumulate(done, axis=0)
 
 
-def verify(source: str, frames: np.ndarray) -> np.ndarray:
-    """`check` and `run`, the latter in a process of its own that may take SECONDS and MEMORY and writes nothing but its answer."""
+def verify(source: str, frames: np.ndarray | None = None) -> np.ndarray:
+    """`check` and `run` (on two black frames if there are none), the latter in a process of its own with limits: SECONDS, MEMORY."""
     check(source)
     with tempfile.TemporaryDirectory() as folder:
         program, data, answer = (f"{folder}/{name}" for name in ("program.py", "frames.npy", "done.npy"))
         Path(program).write_text(source)
-        np.save(data, frames)
+        if frames is not None:
+            np.save(data, frames)
         command = [sys.executable, "-I", __file__, program, data, answer, str(SECONDS)]
         env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PATH": os.defpath}
         try:
@@ -144,11 +153,14 @@ def verify(source: str, frames: np.ndarray) -> np.ndarray:
 def main() -> None:
     """The process that `verify` starts: PROGRAM FRAMES ANSWER SECONDS."""
     program, data, answer, seconds = sys.argv[1:]
-    source, frames = Path(program).read_text(), np.load(data, mmap_mode="r")  # read-only
+    source, frames = Path(program).read_text(), np.load(data, mmap_mode="r") if os.path.exists(data) else None
     for limit, most in ("CPU", int(seconds)), ("AS", MEMORY), ("FSIZE", 2**24), ("NPROC", 0), ("CORE", 0):
         resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
     try:
-        np.save(answer, run(load(source)[1], frames))
+        size, subtasks = load(source)
+        frames = np.zeros((2, *size, 3), np.uint8) if frames is None else frames
+        frames.flags.writeable = False
+        np.save(answer, run(subtasks, frames))
     except ProgramError as error:
         sys.exit(str(error))
 
@@ -168,6 +180,7 @@ class ProgramReward:
         self.device, self.path, self.UsageError = torch.device("cpu"), path, UsageError
         try:
             source = Path(path).read_text()
+            verify(source)
             self.size, self.subtasks = load(source)
         except Exception as error:
             raise UsageError(f"{path} is no reward program: {error}") from None

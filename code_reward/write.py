@@ -6,6 +6,7 @@ After Code as Reward (VLM-CaR, Venuto et al., ICML 2024, arXiv 2402.04764): the 
 a function for each. A function must hold in frames of the expert's and rarely in random ones; else it goes back with what went wrong.
 """
 
+import ast
 import base64
 import hashlib
 import io
@@ -118,8 +119,9 @@ class Model:
         if call is None:
             try:
                 response = self.client.chat.completions.create(**question)
-                answer, usage = response.choices[0].message.content or "", response.usage
-            except (self.Error, IndexError, AttributeError, TypeError) as error:
+                answer, tokens = response.choices[0].message.content, getattr(response.usage, "total_tokens", 0) or 0
+                answer = answer.encode().decode()
+            except (self.Error, IndexError, AttributeError, TypeError, ValueError) as error:
                 line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 raise WriteError(f"no answer ({line}); the same command goes on") from None
             text, *pictures = messages[-1]["content"]
@@ -130,7 +132,7 @@ class Model:
                 "pictures": len(pictures),
                 "answer": answer,
             }
-            call["tokens"] = usage.total_tokens if usage else 0
+            call["tokens"] = tokens
             self.calls.append(call)
             write(self.path, json.dumps(self.calls, indent=1))
         self.bar.update()
@@ -164,12 +166,14 @@ def plan(model: Model, shown: list[dict]) -> dict:
 
 def function(answer: str, name: str) -> str:
     """The function in an answer -> its source; ProgramError if it is not just that."""
-    blocks = re.findall(r"```(?:python)?\n(.*?)```", answer, re.DOTALL)
+    blocks = re.findall(r"```[A-Za-z0-9]*[ \t\r]*\n(.*?)```", answer, re.DOTALL)
     if not blocks:
         raise ProgramError("There is no whole block of Python in the answer.")
     source = re.sub(r"^import numpy as np\n", "", blocks[-1], flags=re.MULTILINE).strip() + "\n"
-    if [getattr(node, "name", None) for node in check(source).body] != [name]:
-        raise ProgramError(f"The block must hold the function {name} and nothing else.")
+    if [(getattr(node, "name", None), ast.unparse(getattr(node, "args", node))) for node in check(source).body] != [
+        (name, "frames")
+    ]:
+        raise ProgramError(f"The block must hold the function {name}(frames) and nothing else.")
     return source
 
 
@@ -270,7 +274,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (WriteError, DatasetError, OSError, ImportError) as error:
+    except (WriteError, DatasetError, ProgramError, OSError, ImportError) as error:
         tqdm.write(f"write.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

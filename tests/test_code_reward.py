@@ -42,6 +42,8 @@ HOSTILE = {  # what it tries -> source, and what it is refused for
     "writes a file with NumPy": (ONE.format("frames.tofile('x')"), ".tofile"),
     "reaches another module by NumPy": (ONE.format("np.ctypeslib.ctypes"), ".ctypes"),
     "reads a global by its dictionary": (ONE.format("globals()"), "globals"),
+    "shows memory by a dtype": (ONE.format("np.array(frames, dtype='V8')"), "text"),
+    "shows memory by an array's constructor": (ONE.format("np.ndarray((1,), np.int64, frames)"), ".ndarray"),
     "is a class": (HEAD + "class done:\n    pass\n", "ClassDef"),
     "decorates": (HEAD + "@sum\ndef done(frames):\n    return frames\n", "decorator"),
     "rebinds a built-in": (HEAD + "len = 1\n" + ONE.format("frames"), "the name len"),
@@ -302,7 +304,10 @@ def test_the_labels_of_a_training_are_the_programs_and_a_checkpoint_runs_none(sc
 
 def test_a_program_that_is_none_is_a_line(tmp_path, monkeypatch):
     (tmp_path / "bad.py").write_text(HOSTILE["reads a file"][0])
-    for path, words in ((tmp_path / "bad.py", "line 4: open is not allowed"), (tmp_path / "none.py", "No such file")):
+    (tmp_path / "long.py").write_text(ONE.format("frames[:, 0, 0, 0] > 9") + "A = sum(range(10**12))\n")
+    monkeypatch.setattr(program, "SECONDS", 1)
+    lines = {"bad.py": "line 4: open is not allowed", "none.py": "No such file", "long.py": "longer than 1 s"}
+    for path, words in ((tmp_path / name, line) for name, line in lines.items()):
         with pytest.raises(UsageError, match=words):
             train(
                 dqn_clip_cartpole, monkeypatch, "--reward-program", path, *SHORT, "--device=cpu", "--run-dir", tmp_path / "run"
