@@ -286,7 +286,8 @@ def train(script, monkeypatch, *arguments) -> None:
 @pytest.mark.parametrize("script, name", [(dqn_clip_cartpole, "cartpole"), (sac_clip_mountaincar, "mountaincar")])
 def test_the_labels_of_a_training_are_the_programs_and_a_checkpoint_runs_none(script, name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "CLIPReward", lambda *_, **__: pytest.fail("a CLIP model"))
-    path = PROGRAMS / f"{name}.py"
+    path = tmp_path / f"{name}.py"  # the car's pays in the valley, too, or so short a run would earn nothing
+    path.write_text((PROGRAMS / f"{name}.py").read_text().replace("> 62", "> 35"))
     train(script, monkeypatch, "--reward-program", path, *SHORT, "--episodes=2", "--device=cpu", "--run-dir", tmp_path / "run")
     out = capsys.readouterr().out
     assert f"reward program {path}, sha256 " in out and "CLIP model" not in out
@@ -295,7 +296,7 @@ def test_the_labels_of_a_training_are_the_programs_and_a_checkpoint_runs_none(sc
     draw = script.draw if script is dqn_clip_cartpole else script.Scene(*reward.size, "realistic", torch.device("cpu")).draw
     states = rb["states"][:, 1:].flatten(0, 2)
     frames = draw(states, *reward.size) if script is dqn_clip_cartpole else draw(states)
-    assert torch.equal(rb["rewards"].flatten(), reward(frames)) and rb["rewards"].max() >= (1 if name == "cartpole" else 0)
+    assert torch.equal(rb["rewards"].flatten(), reward(frames)) and len(rb["rewards"].unique()) > 1
     for words in (["--resume", tmp_path / "run"], ["--evaluate", tmp_path / "run" / "best.pt"]):
         with pytest.raises(UsageError, match="add --reward-program"):
             train(script, monkeypatch, *words)
