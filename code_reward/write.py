@@ -45,7 +45,6 @@ class Args:
     rounds: int = 3  # repairs of a function before its sub-task is given up
     size: tuple[int, int] = (64, 96)  # height and width of the frames that the program sees
     episodes: int = 8  # of each kind to verify on
-    max_tokens: int = 4000  # of an answer
 
 
 # ---- What the model is shown and asked
@@ -102,45 +101,35 @@ class Model:
 
         self.args, self.path, self.Error = args, args.output.with_suffix(".json"), openai.OpenAIError
         try:
-            self.calls = json.loads(self.path.read_text()) if self.path.exists() else []
-        except ValueError:
+            self.calls = dict(json.loads(self.path.read_text())) if self.path.exists() else {}
+        except (ValueError, TypeError):
             raise WriteError(f"{self.path} holds no answers: move it away, or choose another --output") from None
         key = os.environ.get("OPENAI_API_KEY") or ("none" if args.base_url else None)  # a local server takes any
         try:
             self.client = openai.OpenAI(base_url=args.base_url, api_key=key, max_retries=6)  # waits as long as a 429 says
-        except openai.OpenAIError as error:
+        except self.Error as error:
             raise WriteError(f"no endpoint: {error}") from None
         self.bar = tqdm(desc="ask", unit="answer", disable=None)
 
     def ask(self, messages: list[dict]) -> str:
-        question = {"model": self.args.model, "messages": messages, "max_tokens": self.args.max_tokens}
+        question = {"model": self.args.model, "messages": messages}
         key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
-        call = next((call for call in self.calls if call["key"] == key), None)
-        if call is None:
+        if key not in self.calls:
             try:
                 response = self.client.chat.completions.create(**question)
-                answer, tokens = response.choices[0].message.content, getattr(response.usage, "total_tokens", 0) or 0
-                answer = answer.encode().decode()
+                answer = response.choices[0].message.content.encode().decode()
             except (self.Error, IndexError, AttributeError, TypeError, ValueError) as error:
                 line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 raise WriteError(f"no answer ({line}); the same command goes on") from None
-            text, *pictures = messages[-1]["content"]
-            call = {
-                "key": key,
-                "model": self.args.model,
-                "question": text["text"],
-                "pictures": len(pictures),
-                "answer": answer,
-            }
-            call["tokens"] = tokens
-            self.calls.append(call)
+            (text, *pictures), tokens = messages[-1]["content"], getattr(response.usage, "total_tokens", 0) or 0
+            self.calls[key] = dict(question=text["text"], pictures=len(pictures), answer=answer, tokens=tokens)
             write(self.path, json.dumps(self.calls, indent=1))
         self.bar.update()
         self.bar.set_postfix_str(f"{self.tokens():,} tokens")
-        return call["answer"]
+        return self.calls[key]["answer"]
 
     def tokens(self) -> int:
-        return sum(call["tokens"] for call in self.calls)
+        return sum(call["tokens"] for call in self.calls.values())
 
 
 # ---- The stages
@@ -170,11 +159,10 @@ def function(answer: str, name: str) -> str:
     if not blocks:
         raise ProgramError("There is no whole block of Python in the answer.")
     source = re.sub(r"^import numpy as np\n", "", blocks[-1], flags=re.MULTILINE).strip() + "\n"
-    if [(getattr(node, "name", None), ast.unparse(getattr(node, "args", node))) for node in check(source).body] != [
-        (name, "frames")
-    ]:
-        raise ProgramError(f"The block must hold the function {name}(frames) and nothing else.")
-    return source
+    match check(source).body:
+        case [ast.FunctionDef(name=found, args=taken)] if found == name and ast.unparse(taken) == "frames":
+            return source
+    raise ProgramError(f"The block must hold the function {name}(frames) and nothing else.")
 
 
 def program_of(functions: dict[str, str], args: Args, about: str = "") -> str:
@@ -242,22 +230,16 @@ def trajectories(args: Args) -> tuple[np.ndarray, int]:
 
 def main() -> None:
     args = tyro.cli(Args)
-    if args.output.suffix != ".py" or not args.output.absolute().parent.is_dir() or args.output.exists():
-        raise WriteError(f"--output {args.output} must be a new file NAME.py in a folder that exists")
+    if args.output.suffix != ".py" or args.output.exists() or not os.access(args.output.absolute().parent, os.W_OK):
+        raise WriteError(f"--output {args.output} must be a new file NAME.py in a folder that can be written to")
     if not all(8 <= n <= 1024 for n in args.size) or args.episodes < 1 or args.rounds < 0:
         raise WriteError("--size takes two numbers from 8 to 1024, --episodes at least 1, --rounds at least 0")
     frames, stride = trajectories(args)
-    zoom = max(1, 400 // args.size[0])
-    shown = [picture(frames[kind, episode, -1], zoom) for kind in (1, 0) for episode in range(min(3, args.episodes))]
+    zoom, pairs = max(1, 400 // args.size[0]), min(3, frames.shape[1])
+    shown = [picture(frames[kind, episode, -1], zoom) for kind in (1, 0) for episode in range(pairs)]
     model = Model(args)
     found, functions = plan(model, shown), {}
-    about = {
-        "description": found["description"],
-        "n": len(shown) // 2,
-        "zoom": zoom,
-        "height": args.size[0],
-        "width": args.size[1],
-    }
+    about = dict(description=found["description"], n=pairs, zoom=zoom, height=args.size[0], width=args.size[1])
     for name, what in ((subtask["name"], subtask["what"]) for subtask in found["subtasks"]):
         source = write_function(model, CODE.format(name=name, what=what, **about), name, functions, frames, shown, zoom)
         functions |= {name: source} if source else {}

@@ -73,6 +73,7 @@ WRONG = {  # what passes the parser and fails when it runs
     "a wrong type": ("len(frames)", "not int"),
     "an exception": ("np.zeros(2) @ frames", "done: ValueError"),
     "changed frames": ("frames.sort()", "read-only"),
+    "a look at other frames": ("frames[:, 0, 0, 0] < frames.mean() + len(frames) - 1", "depends on the frames beside it"),
 }
 
 
@@ -152,20 +153,10 @@ def server():
                     self.wfile.write(b'{"choices": [{"mess')
                     return
             asked.append(question)
-            choice = {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": ANSWERS[len(asked) - 1]},
-            }
-            usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-            body = {
-                "id": "1",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "recorded",
-                "choices": [choice],
-                "usage": usage,
-            }
+            said = {"role": "assistant", "content": ANSWERS[len(asked) - 1]}
+            body = {"id": "1", "object": "chat.completion", "created": 0, "model": "recorded"}
+            body["choices"] = [{"index": 0, "finish_reason": "stop", "message": said}]
+            body["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
             body = json.dumps(body).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
@@ -251,16 +242,8 @@ def test_a_program_is_written_killed_in_the_middle_and_taken_up_again(server, ru
 
 def test_without_an_endpoint_a_line_says_so(run_dir, tmp_path):
     pytest.importorskip("openai")
-    command = [
-        sys.executable,
-        ROOT / "code_reward" / "write.py",
-        "--run-dir",
-        run_dir,
-        "--model",
-        "m",
-        "--output",
-        tmp_path / "a.py",
-    ]
+    command = [sys.executable, ROOT / "code_reward" / "write.py", "--run-dir", run_dir]
+    command += ["--model", "m", "--output", tmp_path / "a.py"]
     env = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 2 and "no endpoint" in done.stderr and "Traceback" not in done.stderr
