@@ -84,7 +84,7 @@ class Args:
 # ---- Environment
 
 X_LIMIT, THETA_LIMIT = 2.4, math.radians(12)  # where the original CartPole-v1 ends an episode
-STATE_SIZE, NUM_ACTIONS = 4, 2  # the agent observes the state
+STATE_SIZE, NUM_ACTIONS = 4, 2  # S and A below; the agent observes the state
 
 
 class CartPole(CartPoleVectorEnv):
@@ -156,7 +156,7 @@ class Worker:
 
     @torch.no_grad()
     def label(self, states: torch.Tensor) -> torch.Tensor:
-        """States (N, 4) -> CLIP rewards and true rewards (N, 2), both on the CPU."""
+        """States (N, S) -> CLIP rewards and true rewards (N, 2), both on the CPU."""
         frames = draw(states.to(self.reward_model.device), *self.reward_model.size)  # uint8, never stored
         rewards = self.reward_model(frames)  # R(s): `CLIPReward.reward` in clip_reward.py
         return torch.stack([rewards.cpu(), ground_truth_reward(states)], dim=1)
@@ -186,14 +186,14 @@ class ReplayBuffer(nn.Module):
         self.register_buffer("std", torch.ones(()))
 
     def add(self, number: int, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Store round `number` (the first is 0): states (T + 1, num_envs, 4), actions and rewards (T, num_envs)."""
+        """Store round `number` (the first is 0): states (T + 1, num_envs, S), actions and rewards (T, num_envs)."""
         place = number % len(self.rewards)  # once full, over the oldest
         self.states[place], self.actions[place], self.rewards[place] = states, actions, rewards
         kept = self.rewards[: number + 1]
         self.mean, self.std = kept.mean(), kept.std() + 1e-8
 
     def sample(self, batch_size: int, rounds: int) -> tuple[torch.Tensor, ...]:
-        """Transitions of the `rounds` so far, uniformly with replacement -> obs, next_obs (N, 4), actions, rewards (N,)."""
+        """Transitions of the `rounds` so far, uniformly with replacement -> obs, next_obs (N, S), actions, rewards (N,)."""
         kept, steps, num_envs = self.rewards.shape
         i = torch.randint(min(rounds, kept) * steps * num_envs, (batch_size,), device=self.rewards.device)
         place, t, n = i // (steps * num_envs), i // num_envs % steps, i % num_envs
@@ -205,7 +205,7 @@ class ReplayBuffer(nn.Module):
 
 
 class QNetwork(nn.Sequential):
-    """Observations (N, 4) -> action values (N, 2)."""
+    """Observations (N, S) -> action values (N, A)."""
 
     def __init__(self):
         super().__init__(nn.Linear(STATE_SIZE, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, NUM_ACTIONS))
@@ -232,7 +232,7 @@ def dqn_update(q_network: QNetwork, mean_network: QNetwork, optimizer: torch.opt
 
 @torch.no_grad()
 def rollout(policy: QNetwork, epsilon: float, envs: CartPole, labeller: Labeller, seed: int, args: Args) -> tuple:
-    """An episode in each environment, ε-greedily, on the CPU -> states (T + 1, N, 4), actions (T, N)."""
+    """An episode in each environment, ε-greedily, on the CPU -> states (T + 1, N, S), actions (T, N)."""
     obs, _ = envs.reset(seed=seed)
     rng = envs.np_random  # which has drawn the start states
     states, actions = [torch.from_numpy(obs)], []
@@ -308,8 +308,8 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
-    """States (T, N, 4), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
-    images, size = [], (SCREEN_HEIGHT // 2, SCREEN_WIDTH // 2)
+    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
+    images, size = [], (SCREEN_HEIGHT // 4 * 2, SCREEN_WIDTH // 4 * 2)
     for t in np.linspace(0, len(states) - 1, count).round().astype(int):
         for frame, reward in zip(draw(states[t], *size).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
@@ -320,7 +320,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
 
 
 def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Play without exploration, from start states that no training sees -> states (T, N, 4), labels (T, N, 2)."""
+    """Play without exploration, from start states that no training sees -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, CartPole(episodes), labeller, seed, args)
     return states[1:], labeller.result(f"score {episodes} episodes").view(args.episode_length, episodes, 2)
@@ -333,11 +333,11 @@ def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Ar
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
     result = metrics | {"settings": asdict(args), "versions": versions}
+    save(f"{path}.json", json.dumps(result, indent=2).encode())
     video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
     columns = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames of all four
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=50))
     save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(columns, axis=1), extension=".png"))
-    save(f"{path}.json", json.dumps(result, indent=2).encode())
     print(f"written to {path}.json, .png, .mp4")
 
 
@@ -357,6 +357,8 @@ def load(path: str, part: str) -> dict:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         Args(**content["settings"]), content["progress"], content[part]
+        if content["script"] != SCRIPT:
+            raise ValueError(f"it is of {content['script']}.py")
         return content
     except Exception as error:  # whatever the file holds instead
         raise UsageError(f"{path} is not a checkpoint of {SCRIPT}.py ({first_line(error)})") from error
@@ -440,7 +442,7 @@ class Run:
         self.save("checkpoint.pt", **self.parts)
 
     def save(self, name: str, **parts) -> None:
-        content = {"settings": asdict(self.args), "progress": (self.step, self.best_return)}
+        content = {"script": SCRIPT, "settings": asdict(self.args), "progress": (self.step, self.best_return)}
         save(f"{self.args.run_dir}/{name}", content | {name: part.state_dict() for name, part in parts.items()})
 
     def finish(self) -> None:
@@ -489,7 +491,7 @@ def read_settings() -> tuple[Args, dict | None]:
         raise UsageError("PyTorch sees no CUDA GPU here" + ("" if args.resume else ": leave out --device cuda"))
     args.precision = args.precision or native_precision(args.device)
     if args.clip_model is None:
-        args.clip_model = "tiny" if args.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k"
+        args.clip_model = "tiny" if args.device == "cpu" or args.reward == "ground-truth" else "ViT-bigG-14/laion2b_s39b_b160k"
     if args.total_timesteps is None:
         args.total_timesteps = 96_000 if args.clip_model == "tiny" or args.reward_program else 3_000_000
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
@@ -501,11 +503,12 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors on to this one
     args, checkpoint = read_settings()
-    about = " (bundled: trained on the very scenes of this project, for trying and testing, no evidence of zero-shot ability)"
+    about = " (bundled: trained on CartPole, MountainCar and the humanoid as drawn here, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
     if not args.reward_program:
         print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")
     prompt = "not used" if args.reward_program else "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
+    prompt += " (measured; the agent learns from the ground truth)" if args.reward == "ground-truth" else ""
     print(f"prompt {prompt}; {args.total_timesteps:,} steps; run folder {args.run_dir}")
     if not args.evaluate:
         train(args, checkpoint, labeller)

@@ -640,11 +640,11 @@ def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Ar
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium", "mujoco", "mujoco_warp")}
     result = metrics | {"settings": asdict(args), "versions": versions}
+    save(f"{path}.json", json.dumps(result, indent=2).encode())
     video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
     columns = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames of all four
     save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=30))
     save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(columns, axis=1), extension=".png"))
-    save(f"{path}.json", json.dumps(result, indent=2).encode())
     print(f"written to {path}.json, .png, .mp4")
 
 
@@ -664,6 +664,8 @@ def load(path: str, part: str) -> dict:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         Args(**content["settings"]), content["progress"], content[part]
+        if content["script"] != SCRIPT:
+            raise ValueError(f"it is of {content['script']}.py")
         return content
     except Exception as error:  # whatever the file holds instead
         raise UsageError(f"{path} is not a checkpoint of {SCRIPT}.py ({first_line(error)})") from error
@@ -746,7 +748,7 @@ class Run:
         self.save("checkpoint.pt", **self.parts)
 
     def save(self, name: str, **parts) -> None:
-        content = {"settings": asdict(self.args), "progress": (self.step, self.best_return)}
+        content = {"script": SCRIPT, "settings": asdict(self.args), "progress": (self.step, self.best_return)}
         save(f"{self.args.run_dir}/{name}", content | {name: part.state_dict() for name, part in parts.items()})
 
     def finish(self) -> None:
@@ -817,7 +819,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     threading.excepthook = lambda _: None  # TensorBoard's thread hands its errors on to this one
     args, checkpoint = read_settings()
-    about = " (bundled: trained on the very scenes of this project, for trying and testing, no evidence of zero-shot ability)"
+    about = " (bundled: trained on CartPole, MountainCar and the humanoid as drawn here, no evidence of zero-shot ability)"
     labeller = Labeller(Worker, args, torch.device(args.device))
     if not args.reward_program:
         print(f"CLIP model {args.clip_model}{about if args.clip_model == 'tiny' else ''} in {args.precision} on {args.device}")

@@ -29,12 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tiny_clip")]
 
 Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
-# A setting that tells a script's runs from those of the scripts below it.
-SCRIPT_WITH = {
-    "end_e": "dqn_clip_cartpole",
-    "camera": "sac_clip_humanoid",
-    "noise_correlation": "sac_clip_mountaincar",
-}
 LOOK = ("textures", "camera", "supersample")  # settings that change the frames
 
 
@@ -68,13 +62,15 @@ def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
             raise DatasetError(f"{run_dir} is no run folder: it holds no checkpoint.pt")
         try:
             checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
-            script = next(script for setting, script in SCRIPT_WITH.items() if setting in checkpoint["settings"])
+            script = checkpoint["script"]
             _, steps, num_envs = checkpoint["rb"]["rewards"].shape
             played = checkpoint["progress"][0] // (steps * num_envs)  # rounds; those beyond are still empty
             # What each step led to; of the humanoid's numbers those that say what there is to see.
             states.append(checkpoint["rb"]["states"][:played, 1:, :, :24].flatten(0, 2))
+            if not os.path.isfile(ROOT / f"{script}.py"):
+                raise FileNotFoundError(script)
         except Exception:  # whatever the file holds instead
-            raise DatasetError(f"{run_dir / 'checkpoint.pt'} is no checkpoint of these scripts") from None
+            raise DatasetError(f"{run_dir / 'checkpoint.pt'} is no checkpoint of a script here") from None
         keep = ("prompt", "baseline_prompt", "task", *LOOK)
         settings.append({"script": script} | {k: checkpoint["settings"].get(k) for k in keep})
         different = [name for name, value in settings[-1].items() if value != settings[0][name]]
@@ -128,8 +124,8 @@ def drawer(
     if settings["script"] == "sac_clip_humanoid":
         scene = module.Scene(height, width, *(settings[name] for name in LOOK), batch_size, device)
         return lambda states: scene.draw(states)[0]
-    if settings["script"] == "sac_clip_mountaincar":
-        return module.Scene(height, width, settings["textures"], device).draw
+    if hasattr(module, "Scene"):
+        return module.Scene(height, width, *(settings[name] for name in LOOK if settings[name]), device).draw
     return lambda states: module.draw(states.to(device), height, width)
 
 
@@ -201,7 +197,8 @@ def main() -> None:
             writer.writerow(("frame", "label", "human_label"))
             values = [""] * len(states) if labels is None else labels.int().tolist()
             writer.writerows((picture(i), value, "") for i, value in enumerate(values))
-        size = (240, 240) if settings["script"] == "sac_clip_humanoid" else (200, 300)  # larger than most models see them
+        screen = importlib.import_module(settings["script"])  # frames larger than most models see them
+        size = getattr(screen, "SCREEN_HEIGHT", 480) // 2, getattr(screen, "SCREEN_WIDTH", 480) // 2
         progress, draw = tqdm(total=len(states), desc="draw", unit="frame"), drawer(settings, *size, 64, torch.device("cpu"))
         for chunk in torch.arange(len(states)).split(64):
             for i, frame in zip(chunk.tolist(), draw(states[chunk]).permute(0, 2, 3, 1).numpy()):

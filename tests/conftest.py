@@ -1,6 +1,8 @@
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each process: several run at once
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 

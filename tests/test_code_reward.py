@@ -186,8 +186,8 @@ def run_dir(tmp_path) -> Path:
         rounds.append(np.stack(states))
     rb = {"states": torch.from_numpy(np.stack(rounds)), "rewards": torch.zeros(2, 150, 4)}
     (tmp_path / "run").mkdir()
-    settings = asdict(dqn_clip_cartpole.Args())
-    torch.save({"settings": settings, "progress": (1200, 0.0), "rb": rb}, tmp_path / "run" / "checkpoint.pt")
+    content = {"script": "dqn_clip_cartpole", "settings": asdict(dqn_clip_cartpole.Args()), "progress": (1200, 0.0), "rb": rb}
+    torch.save(content, tmp_path / "run" / "checkpoint.pt")
     return tmp_path / "run"
 
 

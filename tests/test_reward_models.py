@@ -172,7 +172,7 @@ def fake_run(
     for number, of_round in enumerate(played):
         states[number % 8] = of_round
     settings = {"prompt": ("an upright pole",), "baseline_prompt": ("a pole",)} | settings
-    content = {"settings": asdict(script.Args(**settings)), "progress": (rounds * 10, 0.0)}
+    content = {"script": script.__name__, "settings": asdict(script.Args(**settings)), "progress": (rounds * 10, 0.0)}
     folder.mkdir(parents=True)
     torch.save(content | {"rb": {"states": states, "rewards": torch.zeros(8, 5, 2)}}, folder / "checkpoint.pt")
     return played[-8:, 1:].flatten(0, 2)
@@ -247,7 +247,7 @@ def test_an_interrupted_dataset_leaves_nothing(tmp_path, monkeypatch):
     ("--script dqn_clip_cartpole --output no/such/folder", "cannot write to no/such/folder"),
     ("--script sac_clip_humanoid --task flying", "no task flying: there are kneeling"),
     ("--run-dirs A --task kneeling", "--task belongs to --script sac_clip_humanoid"),
-    ("--run-dirs TEXT", "checkpoint.pt is no checkpoint of these scripts"),
+    ("--run-dirs TEXT", "checkpoint.pt is no checkpoint of a script here"),
     ("--run-dirs no/such/run", "no/such/run is no run folder"),
     ("--run-dirs A B", "B differs from A in prompt"),
     ("--run-dirs A --states 51", "hold 50 states: lower --states"),

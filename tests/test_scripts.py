@@ -1,4 +1,4 @@
-"""What the scripts share, its parts and each script as a user runs it: bad input, kill -9, Ctrl-C, evaluation, success."""
+"""What the scripts share, its parts and each script as a user runs it: bad input, kill -9, Ctrl-C, evaluation."""
 
 import io
 import json
@@ -27,7 +27,6 @@ import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError, native_precision
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = ROOT / "code_reward" / "programs" / "mountaincar.py"
 CPU = torch.device("cpu")
 SCRIPTS = {
     "dqn_clip_cartpole": dqn_clip_cartpole,
@@ -52,7 +51,7 @@ POLICY = {  # what acts, with new weights
     "sac_clip_humanoid": lambda args: sac_clip_humanoid.SAC(177, args).policy,
 }
 SHORT = (
-    "--total-timesteps 2400 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 --buffer-size 1000 "
+    "--total-timesteps 1440 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 --buffer-size 1000 "
     "--gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
 ).split()
 
@@ -97,7 +96,7 @@ def same_run(a: Path, b: Path) -> None:
     for name in ("best.pt", "checkpoint.pt"):
         one, other = load(a / name), load(b / name)
         assert one["progress"] == other["progress"]
-        for part in one.keys() - {"settings", "progress"}:
+        for part in one.keys() - {"script", "settings", "progress"}:
             if not part.endswith("optimizer"):
                 assert all(torch.equal(value, other[part][key]) for key, value in one[part].items()), (name, part)
 
@@ -375,7 +374,7 @@ def unbroken(request, tmp_path_factory) -> tuple[str, Path]:
     out = run(request.param, *SHORT, "--run-dir", folder / "run", folder=folder, OMP_NUM_THREADS="2")
     first = next(line for line in out.splitlines() if line.startswith("CLIP model tiny ("))
     assert first.endswith(f") in {native_precision('cpu')} on cpu")
-    assert "trained on the very scenes of this project" in first and "no evidence of zero-shot" in first
+    assert "trained on CartPole, MountainCar and the humanoid as drawn here" in first and "no evidence of zero-shot" in first
     for name in ("success rate", "clip return", "ground truth return"):
         assert f"{name}  " in out
     return request.param, folder / "run"
@@ -400,19 +399,19 @@ def test_a_run_leaves_what_it_promises(unbroken):
     assert [event.step for event in events.Images("frames")][:3] == [240, 480, 720]
     assert "settings/text_summary" in events.Tags()["tensors"]
     evaluations = events.Scalars("evaluation/clip_return")
-    assert [event.step for event in evaluations] == list(range(240, 2401, 240))
+    assert [event.step for event in evaluations] == list(range(240, 1441, 240))
     best = max(evaluations, key=lambda event: event.value)
     step, best_return = load(run_dir / "best.pt")["progress"]
     assert step == best.step and best_return == pytest.approx(best.value, rel=1e-6)
 
 
 def test_the_buffer_holds_the_last_rounds_and_clips_rewards_of_the_states_after_the_steps(unbroken, one_thread):
-    """Of 20 rounds of 4 x 30 steps the nine places hold the last nine: played again with their actions from their start states."""
+    """Of twelve rounds of 4 x 30 steps the nine places hold the last nine: played again with their actions from their start states."""
     script, run_dir = unbroken
     checkpoint = load(run_dir / "checkpoint.pt")
     settings, rb = checkpoint["settings"], checkpoint["rb"]
     assert rb["rewards"].shape == (9, 30, 4)
-    for number in (11, 19):
+    for number in (3, 11):
         seed = np.random.SeedSequence((3, number)).generate_state(2)[0].item()
         envs = ENVS[script](4, SCRIPTS[script].Args(episode_length=30))
         states, force = rb["states"][number % 9], 0.4 if script == "sac_clip_humanoid" else 1
@@ -433,7 +432,7 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
     process = start(script, *SHORT, "--run-dir", tmp_path / "run", folder=tmp_path)
     for life in range(3 if request.config.getoption("--slow") else 1):
         seen = 0
-        while seen < 2 + life:  # kill soon after so many checkpoints of this life, wherever the run is by then
+        while seen < 2 - min(life, 1):  # kill soon after so many checkpoints of this life, wherever the run is by then
             before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
             while not checkpoint.exists() or checkpoint.stat().st_mtime_ns == before:
                 assert process.poll() is None, process.communicate()
@@ -447,12 +446,12 @@ def test_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path
         process = start(script, "--resume", tmp_path / "run", folder=tmp_path)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert killed_at == sorted(set(killed_at)) and 0 < killed_at[0] and killed_at[-1] < 2400
+    assert killed_at == sorted(set(killed_at)) and 0 < killed_at[0] and killed_at[-1] < 1440
     same_run(whole, tmp_path / "run")
-    assert len(curve(whole)) == 20  # nothing twice, nothing missing
+    assert len(curve(whole)) == 12  # nothing twice, nothing missing
 
 
-@pytest.mark.slow("humanoid", "mountaincar")
+@pytest.mark.slow("humanoid", "mountaincar", "15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path, number):
     script, whole = unbroken
@@ -464,7 +463,7 @@ def test_interrupted_run_saves_says_how_to_go_on_and_goes_on(unbroken, tmp_path,
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in err
     assert f"python {script}.py --resume run" in out
-    assert 0 < step_of(tmp_path / "run") < 2400
+    assert 0 < step_of(tmp_path / "run") < 1440
     if number == signal.SIGINT:
         run(script, "--resume", "run", folder=tmp_path)
         same_run(whole, tmp_path / "run")
@@ -556,6 +555,7 @@ BAD = [
     ("--evaluate RUN", "is not a checkpoint of"),
     ("--evaluate FILE", "is not a checkpoint of"),
     ("--evaluate FOREIGN", "is not a checkpoint of"),
+    ("--evaluate COPYS", "is not a checkpoint of SCRIPT.py (ValueError: it is of copy_of_it.py)"),
     ("--resume . --evaluate FILE", "leave out --evaluate"),
     ("--resume RUN --seed 1", "leave out --seed"),
     ("--resume RUN --gamma=0.5", "leave out --gamma"),
@@ -583,6 +583,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, expected, unbroken,
         pytest.skip("a GPU is here: that --device cuda is refused where there is none can only be seen without one")
     (tmp_path / "FILE").write_text("not a checkpoint")
     torch.save({"settings": {"another": 1}, "policy": {}}, tmp_path / "FOREIGN")
+    torch.save(load(run_dir / "best.pt") | {"script": "copy_of_it"}, tmp_path / "COPYS")
     (tmp_path / "ONLYBEST").mkdir()
     shutil.copy(run_dir / "best.pt", tmp_path / "ONLYBEST" / "checkpoint.pt")
     left = sorted(tmp_path.rglob("*"))
@@ -667,7 +668,7 @@ def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path):
     assert "cannot write gone/" in line or "No such file" in line
 
 
-@pytest.mark.slow("humanoid", "mountaincar")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_curves_that_cannot_be_written_are_a_line(script, tmp_path):
     """TensorBoard writes in a thread of its own, whose traceback is not to be seen beside that line."""
@@ -731,7 +732,7 @@ def test_terminals_of_every_kind(unbroken, tmp_path):
     assert err == "" and process.returncode == -signal.SIGINT
 
 
-@pytest.mark.slow("humanoid", "mountaincar")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_tracking_that_does_not_work_is_a_line_and_a_run_that_has_begun_goes_on(script, train, tmp_path, monkeypatch, capsys):
     """`wandb/`, the folder that Weights & Biases leaves, passes for the package."""
@@ -762,7 +763,7 @@ def test_steps_are_ours_with_tiny_and_the_papers_with_other_models(script, monke
         assert SCRIPTS[script].read_settings()[0].total_timesteps == expected
 
 
-@pytest.mark.slow("humanoid", "mountaincar")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_error_is_a_line_and_exit_code_2_and_so_is_a_hub_out_of_reach(script, tmp_path):
     env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
@@ -775,22 +776,6 @@ def test_an_error_is_a_line_and_exit_code_2_and_so_is_a_hub_out_of_reach(script,
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
         assert done.stderr.startswith(f"{script}.py: error: ") and expected in done.stderr
         assert not (tmp_path / "runs").exists()
-
-
-LEARNS = {  # in fewer steps than by default, for the tests' sake
-    "the pole": ("dqn_clip_cartpole", "--total-timesteps=51200"),
-    "the car, by a program": ("sac_clip_mountaincar", "--total-timesteps=128000", f"--reward-program={PROGRAM}"),
-    "the car, by its sentence": ("sac_clip_mountaincar",),
-    "the robot": ("sac_clip_humanoid", "--total-timesteps=51200"),
-}
-
-
-@pytest.mark.slow("by its sentence")
-@pytest.mark.parametrize("who", LEARNS)
-def test_it_learns(who, tmp_path):
-    script, *options = LEARNS[who]
-    run(script, *options, *"--episodes 48 --seed 1 --device cpu --clip-model tiny --run-dir run".split(), folder=tmp_path)
-    assert result(tmp_path / "run")["success_rate"] >= 0.7
 
 
 @pytest.mark.slow
