@@ -454,11 +454,11 @@ def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Ar
         print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
     versions = {name: metadata.version(name) for name in ("torch", "open_clip_torch")}
     result = metrics | {"settings": asdict(args), "versions": versions}
-    save(f"{path}.json", json.dumps(result, indent=2).encode())
     video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
     columns = np.concatenate(pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1)  # eight frames of all four
-    save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=30))
+    save(f"{path}.json", json.dumps(result, indent=2).encode())
     save(f"{path}.png", iio.imwrite("<bytes>", np.concatenate(columns, axis=1), extension=".png"))
+    save(f"{path}.mp4", iio.imwrite("<bytes>", video, plugin="pyav", extension=".mp4", codec="libx264", fps=30))
     print(f"written to {path}.json, .png, .mp4")
 
 

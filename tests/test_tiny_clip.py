@@ -65,6 +65,7 @@ def test_reward_separates_upright_from_fallen(alpha):
     assert curve.max() - curve[degrees == 0] <= 0.04 * (curve.max() - curve.min())
 
 
+@pytest.mark.slow("0.25", "0.75")
 @pytest.mark.parametrize("textures", ["original", "realistic"])
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_the_flag_is_paid_best(textures, alpha):
