@@ -1,9 +1,14 @@
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each process: several run at once
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(ROOT))
 
 
 def pytest_addoption(parser):
@@ -23,3 +28,15 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if is_slow(item)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not is_slow(item)]
+
+
+@pytest.fixture
+def learned(tmp_path):
+    """A training as a user starts it: script, options -> the success rate of its best policy."""
+
+    def train(script: str, *options: str) -> float:
+        common = "--episodes=48 --seed=1 --device=cpu --clip-model=tiny --run-dir=run".split()
+        subprocess.run([sys.executable, ROOT / f"{script}.py", *options, *common], cwd=tmp_path, check=True)
+        return json.loads((tmp_path / "run" / "result.json").read_text())["success_rate"]
+
+    return train

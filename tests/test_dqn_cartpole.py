@@ -1,4 +1,4 @@
-"""The environment and the drawing against Gymnasium's."""
+"""The environment and the drawing against Gymnasium's, and a training."""
 
 import math
 
@@ -105,3 +105,7 @@ def test_every_frame_is_drawn_from_its_own_state():
     for i in range(5):
         assert torch.equal(together[i : i + 1], draw(states[i : i + 1], 64, 64))
     assert draw(states[:0], 64, 64).shape == (0, 3, 64, 64)
+
+
+def test_it_is_learned(learned):
+    assert learned("dqn_clip_cartpole", "--total-timesteps=51200") >= 0.7

@@ -1,4 +1,4 @@
-"""The environment against Gymnasium, both looks, the tasks' conditions, and the parts of SAC."""
+"""The environment against Gymnasium, both looks, the tasks' conditions, the parts of SAC, and a training."""
 
 import math
 import subprocess
@@ -446,3 +446,9 @@ def test_the_floor_of_log_std_is_stable_baselines3s_with_the_papers_values(paper
     with torch.no_grad():
         actor[-1].bias.fill_(-100)
     assert (actor(torch.zeros(3, 10))[1] == floor).all()
+
+
+@pytest.mark.slow
+def test_it_is_learned(learned):
+    """Takes two minutes; with fewer steps not every seed gets there."""
+    assert learned("sac_clip_humanoid", "--total-timesteps=51200") >= 0.7

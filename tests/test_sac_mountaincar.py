@@ -1,6 +1,7 @@
-"""The environment and both looks of the drawing, and the actor's distribution."""
+"""The environment and both looks of the drawing, the actor's distribution, and trainings."""
 
 from copy import deepcopy
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -177,3 +178,13 @@ def test_one_update_is_sacs():
     gradients = torch.autograd.grad(loss, list(before.policy.parameters()))
     for new, old, gradient in zip(sac.policy.parameters(), before.policy.parameters(), gradients):
         torch.testing.assert_close(new, old - 0.1 * gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_it_is_learned_from_a_program(learned):
+    program = Path(__file__).parent.parent / "code_reward/programs/mountaincar.py"
+    assert learned("sac_clip_mountaincar", "--total-timesteps=128000", f"--reward-program={program}") >= 0.7
+
+
+@pytest.mark.slow
+def test_it_is_learned_from_its_sentence(learned):
+    assert learned("sac_clip_mountaincar") >= 0.7

@@ -722,7 +722,7 @@ def test_terminals_of_every_kind(unbroken, tmp_path):
     script, _ = unbroken
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert "goal-baseline-alpha" in run(script, "--help", folder=tmp_path, **ascii_only)
-    line = f"set -o pipefail; {sys.executable} {ROOT}/{script}.py --help | head -1"
+    line = f"set -o pipefail; {shlex.join([sys.executable, f'{ROOT}/{script}.py'])} --help | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path)
     assert done.stderr == "" and done.returncode in (0, 141)
     process = start(script, *SHORT, folder=tmp_path)
