@@ -473,7 +473,7 @@ def read_settings() -> tuple[Args, dict | None]:
         settings.run_dir, settings.device = os.path.dirname(path) or ".", settings.device if args.resume else None
         named, settings.reward_program = settings.reward_program, None
         args = tyro.cli(Args, default=settings)
-        if bool(named) != bool(args.reward_program):  # a checkpoint runs nothing
+        if Path(named or "").name != Path(args.reward_program or "").name:  # a checkpoint runs nothing
             raise UsageError(f"add --reward-program {named}" if named else "leave out --reward-program: this run had none")
     elif args.run_dir and os.path.isdir(args.run_dir) and {*os.listdir(args.run_dir)} - {"checkpoint.pt.tmp"}:
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")

@@ -280,7 +280,12 @@ def test_the_labels_of_a_training_are_the_programs_and_a_checkpoint_runs_none(sc
     states = rb["states"][:, 1:].flatten(0, 2)
     frames = draw(states, *reward.size) if script is dqn_clip_cartpole else draw(states)
     assert torch.equal(rb["rewards"].flatten(), reward(frames)) and len(rb["rewards"].unique()) > 1
-    for words in (["--resume", tmp_path / "run"], ["--evaluate", tmp_path / "run" / "best.pt"]):
+    another = ["--reward-program", tmp_path / "another.py"]
+    for words in (
+        ["--resume", tmp_path / "run"],
+        ["--resume", tmp_path / "run", *another],
+        ["--evaluate", tmp_path / "run/best.pt"],
+    ):
         with pytest.raises(UsageError, match="add --reward-program"):
             train(script, monkeypatch, *words)
     train(script, monkeypatch, "--resume", tmp_path / "run", "--reward-program", path)
