@@ -13,6 +13,7 @@ import difflib
 import logging
 import math
 import os
+import re
 import sys
 import zipfile
 from collections import deque
@@ -112,6 +113,11 @@ class CLIPReward(torch.nn.Module):
         if alpha > 0 and not baseline_prompts + negative_prompts:
             raise UsageError(f"α = {alpha} needs a baseline prompt: describe the scene without the goal")
         name, how = find_clip_model(clip_model)
+        if clip_model == "tiny":
+            read = (Path(__file__).parent / "tiny_clip" / "captions.csv").read_text().lower()
+            strange = {word for text in texts for word in re.findall(r"\w+", text.lower())} - {*re.findall(r"\w+", read)}
+            if strange:
+                tqdm.write(f"tiny has no captions with these words, which mean nothing to it: {', '.join(sorted(strange))}")
         logging.disable(logging.ERROR)  # open_clip and the hub log each failure several times: it becomes one line below
         try:
             tokenizer = open_clip.get_tokenizer(name)
@@ -306,7 +312,8 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
             raise UsageError(f"{clip_model} is a folder; for the model in it write local-dir:{clip_model}")
         if os.path.isfile(clip_model):
             raise UsageError(f"whose weights are in {clip_model}? Write NAME/{clip_model}, as in ViT-B-32/{clip_model}")
-        raise UsageError(f"unknown CLIP model {name or repr(clip_model)}{nearest(name, [*open_clip.list_models(), 'tiny'])}")
+        close = nearest(name, [*open_clip.list_models(), "tiny"])
+        raise UsageError(f"unknown CLIP model {name or repr(clip_model)}{close} Write NAME/TAG as in ViT-B-32/openai, or tiny")
     cfg, tags = get_pretrained_cfg(name, pretrained), open_clip.list_pretrained_tags_by_model(name)
     tokenizer = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
     if cfg:

@@ -60,10 +60,10 @@ class Args:
 
     seed: int = 1  # of the weights, the start states and the exploration
     device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight; None takes it where there is one
-    total_timesteps: int | None = None  # of all environments, in whole rounds; None is 96,000 with tiny, else 3,000,000
+    total_timesteps: int | None = None  # of all environments, in whole rounds; None is 64,000 with tiny, else 3,000,000
     num_envs: int = 16  # environments side by side
     episode_length: int = 200  # steps; a round is one episode in every environment
-    gradient_steps: int = 200  # updates per round
+    gradient_steps: int = 400  # updates per round
     learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (paper: 75,000)
     learning_rate: float = 5e-4  # of Adam, at first; it falls to 0 (paper: 2.3e-3, constant)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
@@ -310,7 +310,7 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
     images, size = [], (SCREEN_HEIGHT // 4 * 2, SCREEN_WIDTH // 4 * 2)
-    for t in np.linspace(0, len(states) - 1, count).round().astype(int):
+    for t in tqdm(np.linspace(0, len(states) - 1, count).round().astype(int), "draw pictures", leave=False, disable=None):
         for frame, reward in zip(draw(states[t], *size).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
@@ -423,6 +423,8 @@ class Run:
         if self.bar.disable and (now - self.told > 30 or self.step >= total):
             self.told = now
             print(f"step {self.step:,} of {total:,}: {', '.join(words)}", file=sys.stderr)
+        if before == 0:
+            tqdm.write(f"to compare with, a policy that has learned nothing: {', '.join(words)}")
         if before // every < self.step // every or self.step >= total:
             self.checkpoint()
 
@@ -493,7 +495,7 @@ def read_settings() -> tuple[Args, dict | None]:
     if args.clip_model is None:
         args.clip_model = "tiny" if args.device == "cpu" or args.reward == "ground-truth" else "ViT-bigG-14/laion2b_s39b_b160k"
     if args.total_timesteps is None:
-        args.total_timesteps = 96_000 if args.clip_model == "tiny" or args.reward_program else 3_000_000
+        args.total_timesteps = 64_000 if args.clip_model == "tiny" or args.reward_program else 3_000_000
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}"
     return args, checkpoint
 
@@ -510,6 +512,8 @@ def main() -> None:
     prompt = "not used" if args.reward_program else "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
     prompt += " (measured; the agent learns from the ground truth)" if args.reward == "ground-truth" else ""
     print(f"prompt {prompt}; {args.total_timesteps:,} steps; run folder {args.run_dir}")
+    if args.prompt != Args.prompt:
+        print("success rate and ground truth are of the pole upright, whatever the prompt says")
     if not args.evaluate:
         train(args, checkpoint, labeller)
     path = args.evaluate or f"{args.run_dir}/best.pt"

@@ -54,10 +54,10 @@ class Args:
     """Teach a humanoid with a sentence: SAC on the reward of a CLIP model; `--paper` brings the paper's values."""
 
     prompt: tuple[str, ...] | None = None  # the goal; several sentences are averaged; None is that of --task
+    # One of the paper's tasks, whose success is measured but never learned from: kneeling, lotus-position, standing-up,
+    # arms-raised, doing-splits, hands-on-hips, arms-crossed, standing-on-one-leg. None is that of --prompt, so none if the
+    # sentence is your own, and without --prompt kneeling.
     task: str | None = None
-    """one of the paper's, whose success is measured but never learned from; None is that of --prompt (none if the sentence is
-    your own), without --prompt kneeling: kneeling, lotus-position, standing-up, arms-raised, doing-splits, hands-on-hips,
-    arms-crossed, standing-on-one-leg"""
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # what the scene looks like in general
     goal_baseline_alpha: float = 0.0  # α of goal-baseline regularization, 0 (plain cosine, as in the paper's Table 1) to 1
     negative_prompt: tuple[str, ...] = ()  # a contrastive reward instead: what else might be seen (Baumli et al., 2023)
@@ -72,10 +72,10 @@ class Args:
     precision: Literal["fp32", "bf16"] | None = None  # of the CLIP model; None is bf16 where the hardware has it
     ray_workers: int = 0  # more workers that label, on the Ray cluster that RAY_ADDRESS names or on this machine
 
+    # The paper's values, below in brackets, and the full observation, without what was added: normalized observations,
+    # standardized rewards, layer normalization, a falling learning rate, a floor for exploration (log σ ≥ -5), fewer updates of
+    # the actor, and the running mean of its weights acting.
     paper: bool = False
-    """the paper's values, below in brackets, and the full observation, without what was added: normalized observations,
-    standardized rewards, layer normalization, a falling learning rate, a floor for exploration (log σ ≥ -5), fewer updates of
-    the actor, and the running mean of its weights acting"""
     seed: int = 1  # of the weights, the start states and the exploration
     device: Literal["cpu", "cuda"] | None = None  # cuda is every GPU in sight; None takes it where there is one
     total_timesteps: int | None = None  # of all environments, in whole rounds; None: 128,000 with tiny (10,000,000)
@@ -617,7 +617,7 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
     images, scene = [], Scene(240, 240, args.textures, args.camera, 2, states.shape[1], torch.device("cpu"))
-    for t in np.linspace(0, len(states) - 1, count).round().astype(int):
+    for t in tqdm(np.linspace(0, len(states) - 1, count).round().astype(int), "draw pictures", leave=False, disable=None):
         for frame, reward in zip(scene.draw(states[t, :, :POSE_SIZE])[0].permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
@@ -730,6 +730,8 @@ class Run:
         if self.bar.disable and (now - self.told > 30 or self.step >= total):
             self.told = now
             print(f"step {self.step:,} of {total:,}: {', '.join(words)}", file=sys.stderr)
+        if before == 0:
+            tqdm.write(f"to compare with, a policy that has learned nothing: {', '.join(words)}")
         if before // every < self.step // every or self.step >= total:
             self.checkpoint()
 
@@ -787,7 +789,7 @@ def read_settings() -> tuple[Args, dict | None]:
         args = tyro.cli(Args, default=replace(args, **PAPER))
     if args.task not in (None, *TASKS):
         raise UsageError(f"no task {args.task}: there are {', '.join(TASKS)}")
-    args.prompt = args.prompt or (TASKS[args.task or "kneeling"][0],)
+    args.prompt = (TASKS[args.task or "kneeling"][0],) if args.prompt is None else args.prompt
     args.task = args.task or next((task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None)
     if not args.ent_coef > 0:
         raise UsageError("--ent-coef must be above 0: its logarithm is what is tuned")

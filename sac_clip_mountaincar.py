@@ -431,7 +431,7 @@ def summary(labels: torch.Tensor) -> dict[str, float]:
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, evenly over its steps (N, count, H, W, 3)."""
     images, scene = [], Scene(SCREEN_HEIGHT // 4 * 2, SCREEN_WIDTH // 4 * 2, args.textures, torch.device("cpu"))
-    for t in np.linspace(0, len(states) - 1, count).round().astype(int):
+    for t in tqdm(np.linspace(0, len(states) - 1, count).round().astype(int), "draw pictures", leave=False, disable=None):
         for frame, reward in zip(scene.draw(states[t]).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
@@ -544,6 +544,8 @@ class Run:
         if self.bar.disable and (now - self.told > 30 or self.step >= total):
             self.told = now
             print(f"step {self.step:,} of {total:,}: {', '.join(words)}", file=sys.stderr)
+        if before == 0:
+            tqdm.write(f"to compare with, a policy that has learned nothing: {', '.join(words)}")
         if before // every < self.step // every or self.step >= total:
             self.checkpoint()
 
@@ -631,6 +633,8 @@ def main() -> None:
     prompt = "not used" if args.reward_program else "the mean of " * (len(args.prompt) > 1) + "; ".join(args.prompt)
     prompt += " (measured; the agent learns from the ground truth)" if args.reward == "ground-truth" else ""
     print(f"prompt {prompt}; {args.total_timesteps:,} steps; run folder {args.run_dir}")
+    if args.prompt != Args.prompt:
+        print("success rate and ground truth are of the car at the flag, whatever the prompt says")
     if not args.evaluate:
         train(args, checkpoint, labeller)
     path = args.evaluate or f"{args.run_dir}/best.pt"

@@ -46,6 +46,8 @@ class Args:
     """without runs: whose states (CartPole's and the car's at random, the humanoid's from poses; if possible, a quarter are goal states)"""
     task: str | None = None
     """without runs: of the humanoid (default: kneeling)"""
+    prompt: tuple[str, ...] = ()
+    """without runs: a sentence of your own, which no condition labels: fill in human_label, or judge by eye"""
     states: int = 1000
     """states in the dataset"""
     seed: int = 1
@@ -129,8 +131,8 @@ def drawer(
     return lambda states: module.draw(states.to(device), height, width)
 
 
-def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
-    """-> settings, states (N, …), labels (N,) bool, a person's wherever there is one, and how many these are."""
+def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor | None, int]:
+    """-> settings, states (N, …), labels (N,) bool, a person's wherever there is one, and how many these are; None if there are none."""
     for name in ("dataset.json", "states.npy", "labels.csv"):
         if not os.path.isfile(folder / name):
             raise DatasetError(f"{folder} is no dataset: it holds no {name} (figures/dataset.py makes one)")
@@ -140,7 +142,10 @@ def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor, int]:
         reader = csv.DictReader(file)
         if not {"frame", "label", "human_label"} <= set(reader.fieldnames or ()):
             raise DatasetError(f"{path}: the first line must be frame,label,human_label, with commas")
-        for line, row in enumerate(reader, 2):
+        rows = list(reader)
+        if not any((row["human_label"] or row["label"] or "").strip() for row in rows):
+            return settings, states, None, 0
+        for line, row in enumerate(rows, 2):
             own = (row["human_label"] or "").strip()
             value = own or (row["label"] or "").strip()
             if value not in ("0", "1", "0.0", "1.0"):  # the latter as pandas writes a column with gaps
@@ -165,6 +170,8 @@ def main() -> None:
         raise DatasetError("give either --run-dirs or --script: where are the states to come from?")
     if args.task and args.script != "sac_clip_humanoid":
         raise DatasetError("--task belongs to --script sac_clip_humanoid: runs bring their own")
+    if args.prompt and (args.run_dirs or args.task):
+        raise DatasetError("--prompt belongs to --script, without --task: runs and tasks bring their own")
     if args.states < 1:
         raise DatasetError(f"--states must be at least 1, not {args.states}")
     if os.path.exists(args.output):
@@ -180,11 +187,15 @@ def main() -> None:
         states = states[torch.from_numpy(rng.choice(len(states), args.states, replace=False))]
     else:
         states, settings = states_at_random(args.script, args.task, max(10 * args.states, 10_000), rng)
-        holds = label(states, settings)
-        goal, other = holds.nonzero()[: args.states // 4, 0], (~holds).nonzero()[:, 0]
-        chosen = torch.cat([goal, other[: args.states - len(goal)]])
-        states = states[chosen[torch.from_numpy(rng.permutation(len(chosen)))]]
-    labels = label(states, settings)
+        if args.prompt:
+            settings |= {"prompt": args.prompt, "task": None}
+            states = states[rng.permutation(len(states))[: args.states]]
+        else:
+            holds = label(states, settings)
+            goal, other = holds.nonzero()[: args.states // 4, 0], (~holds).nonzero()[:, 0]
+            chosen = torch.cat([goal, other[: args.states - len(goal)]])
+            states = states[chosen[torch.from_numpy(rng.permutation(len(chosen)))]]
+    labels = None if args.prompt else label(states, settings)
     settings |= {"runs": [str(run_dir) for run_dir in args.run_dirs], "seed": args.seed}
 
     folder = Path(tempfile.mkdtemp(dir=parent))  # becomes the dataset when it is whole
@@ -209,9 +220,7 @@ def main() -> None:
         os.rename(folder, args.output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    share = (
-        "without a known task: fill in human_label" if labels is None else f"{labels.float().mean():.3f} of them goal states"
-    )
+    share = "without labels" if labels is None else f"{labels.float().mean():.3f} of them goal states"
     print(f"{len(states)} states, {share}; written to {args.output}")
 
 

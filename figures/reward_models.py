@@ -5,7 +5,8 @@ python figures/reward_models.py --dataset datasets/kneeling --clip-model tiny Vi
 
 For every model, prompt and α: EPIC distance with a confidence interval (paper, Figure 4), average precision and precision-recall
 curve over the threshold β (Baumli et al., 2023), histograms of the rewards of goal and other states (paper, Figure 7), and the
-frames that the reward gets wrong. Embeddings are computed once a model and kept in the dataset's folder.
+frames that the reward gets wrong. Of a sentence that nobody has labelled states for: what it pays most and least, to judge by eye.
+Embeddings are computed once a model and kept in the dataset's folder.
 """
 
 import csv
@@ -174,6 +175,18 @@ def embed_dataset(args: Args, clip_model: str, texts: list[str]) -> dict:
     return kept
 
 
+def embed_with_all(args: Args, texts: list[str], skipped: list[str]) -> Iterator[tuple[str, dict]]:
+    """Name and embeddings of each model; those that cannot be used are told of and join the `skipped`."""
+    for clip_model in tqdm(args.clip_model, desc="judge", unit="model", disable=len(args.clip_model) == 1):
+        try:
+            embedded = embed_dataset(args, clip_model, texts)
+        except UsageError as error:
+            tqdm.write(f"reward_models.py: skipped {clip_model}: {error}", file=sys.stderr)
+            skipped.append(clip_model)
+            continue
+        yield clip_model, embedded
+
+
 def rewards_of(args: Args, embedded: dict, prompts: list[str], baseline: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and rewards (N,) of each kind of reward, one after the other."""
     frames = embedded["frames"]
@@ -190,6 +203,32 @@ def rewards_of(args: Args, embedded: dict, prompts: list[str], baseline: list[st
 
 
 # ---- The sheet
+
+
+def draw_ranking(path: Path, best: list[tuple[dict, torch.Tensor]], args: Args) -> None:
+    """Write the picture where there are no labels: for each reward a line of the frames that it pays most to least."""
+    figure = plt.figure(figsize=(15, 2.3 * len(best)), layout="constrained")
+    for panel, (row, reward) in zip(figure.subfigures(len(best), 1, squeeze=False).flat, best):
+        panel.suptitle(f"{describe(row)}: from what is paid most to what is paid least", fontsize="medium")
+        order = reward.argsort(descending=True)
+        places = torch.tensor([0, 0.005, 0.01, 0.02, 0.05, 0.25, 0.5, 0.75, 0.95, 1]) * (len(order) - 1)
+        for axes, k in zip(panel.subplots(1, len(places)), order[places.round().long()].tolist()):
+            axes.imshow(plt.imread(args.dataset / picture(k)))
+            axes.set_title(f"{reward[k]:.3f}", fontsize="small")
+            axes.set(xticks=[], yticks=[])  # the border stays: frames may be as white as the page
+    write_picture(figure, path)
+
+
+def describe(row: dict) -> str:
+    kind = row["alpha"] if row["alpha"] == "contrastive" else f"α = {row['alpha']}"
+    return f"{row['model']}, “{row['prompt']}”, {kind}"
+
+
+def write_picture(figure: plt.Figure, path: Path) -> None:
+    """Whole or not at all."""
+    temporary = path.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=80)
+    os.replace(temporary, path)
 
 
 def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor]], label: torch.Tensor, args: Args) -> None:
@@ -275,12 +314,9 @@ def draw_sheet(path: Path, rows: list[dict], best: list[tuple[dict, torch.Tensor
             axes.set_title(f"{reward[k]:.3f}", fontsize="small")
         for axes in panel.axes:
             axes.set(xticks=[], yticks=[])  # the border stays: frames may be as white as the page
-    kind = f"α = {row['alpha']}" if row["alpha"] != "contrastive" else "contrastive"
-    below.suptitle(f"Frames and rewards of the best: {row['model']}, “{row['prompt']}”, {kind}", fontsize="medium")
-    figure.suptitle(f"{args.dataset.name}: {len(label)} states, {chance:.1%} of them goal states")
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=80)
-    os.replace(temporary, path)
+    below.suptitle(f"Frames and rewards of the best: {describe(row)}", fontsize="medium")
+    figure.suptitle(f"{args.dataset.name}: {len(label)} states, {chance:.1%} of them goal states, by the dataset's labels")
+    write_picture(figure, path)
 
 
 def main() -> None:
@@ -305,12 +341,25 @@ def main() -> None:
     except (RuntimeError, AssertionError) as error:
         raise DatasetError(f"no device {args.device} here ({str(error).splitlines()[0]}); try --device cpu") from None
     settings, states, label, people = load(args.dataset)
-    count = int(label.sum())
-    if min(count, len(label) - count) < 20:  # or a resample might have none
-        raise DatasetError(f"{args.dataset} has {count} goal states of {len(label)}: at least 20 of each kind are needed")
     prompts = [[prompt] for prompt in args.prompt] or [settings["prompt"]]
     baseline = list(args.baseline_prompt or settings["baseline_prompt"])
     texts = [*dict.fromkeys([*sum(prompts, []), *baseline, *args.negative_prompt])]
+    skipped = []
+    if label is None:
+        best = []
+        for clip_model, embedded in embed_with_all(args, texts, skipped):
+            for prompt in prompts:
+                rewards = list(rewards_of(args, embedded, prompt, baseline))
+                for kind, reward in [rewards[0], *rewards[1:][-1:]]:
+                    best.append(({"model": clip_model, "prompt": "; ".join(prompt), "alpha": kind}, reward))
+        if not best:
+            raise DatasetError("none of the models could be used")
+        draw_ranking(args.output, best, args)
+        print(f"{args.dataset} has no labels, so what is paid most and least is to be judged by eye: written to {args.output}")
+        sys.exit(3 if skipped else 0)
+    count = int(label.sum())
+    if min(count, len(label) - count) < 20:  # or a resample might have none
+        raise DatasetError(f"{args.dataset} has {count} goal states of {len(label)}: at least 20 of each kind are needed")
     print(f"{args.dataset}: {len(label)} states, {count / len(label):.3f} of them goal states, {people} labelled by a person")
     if set(args.prompt) - set(settings["prompt"]) and people < len(label):
         print(f"the labels are those of “{'; '.join(settings['prompt'])}”, except where a person's stand instead")
@@ -321,14 +370,8 @@ def main() -> None:
     for row in weight[1:]:
         row.copy_(torch.bincount(torch.randint(len(label), (len(label),), generator=rng), minlength=len(label)))
     weights = {"epic": weight, "epic_balanced": balanced(weight, label)}
-    rows, best, skipped = [], [], 0
-    for clip_model in tqdm(args.clip_model, desc="judge", unit="model", disable=len(args.clip_model) == 1):
-        try:
-            embedded = embed_dataset(args, clip_model, texts)
-        except UsageError as error:
-            tqdm.write(f"reward_models.py: skipped {clip_model}: {error}", file=sys.stderr)
-            skipped += 1
-            continue
+    rows, best = [], []
+    for clip_model, embedded in embed_with_all(args, texts, skipped):
         for prompt in prompts:
             kinds = []
             for alpha, reward in rewards_of(args, embedded, prompt, baseline):

@@ -193,6 +193,13 @@ def test_context_length_is_used_to_its_end_and_no_further(random_vit):
         assert str(error.value).count("\n") == 0 and "16" in str(error.value)
 
 
+def test_words_that_tiny_has_never_read_are_named(capsys):
+    CLIPReward("tiny", ["a humanoid robot waving"], ["a Robot"], negative_prompts=["the robot kneeels"])
+    assert capsys.readouterr().out == "tiny has no captions with these words, which mean nothing to it: kneeels, waving\n"
+    CLIPReward("tiny", "a humanoid robot practicing gymnastics, doing the side splits")
+    assert capsys.readouterr().out == ""
+
+
 def test_weights_from_a_file_by_name(tmp_path, monkeypatch, capsys):
     """NAME//path/to/weights and NAME/TAG, with a small architecture added to open_clip's own list."""
     cfg = {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}

@@ -108,4 +108,4 @@ def test_every_frame_is_drawn_from_its_own_state():
 
 
 def test_it_is_learned(learned):
-    assert learned("dqn_clip_cartpole", "--total-timesteps=51200") >= 0.7
+    assert learned("dqn_clip_cartpole", "--total-timesteps=38400") >= 0.7

@@ -215,18 +215,48 @@ def test_a_dataset_of_a_humanoids_run_takes_the_poses_and_the_look(tmp_path, mon
     assert torch.equal(labels, sac_clip_humanoid.standing_up(scene.draw(states)[1]))
 
 
-def test_states_of_a_sentence_without_a_condition_wait_for_a_person(tmp_path, monkeypatch, capsys):
+def test_states_of_a_sentence_without_a_condition_are_judged_by_eye_or_by_a_persons_labels(tmp_path, monkeypatch, capsys):
     settings = {"prompt": ("a robot dancing",), "baseline_prompt": ("x",), "task": None, "camera": "fixed"}
     fake_run(tmp_path / "run", 1, script=sac_clip_humanoid, size=47, **settings)
     assert call(dataset, monkeypatch, "--run-dirs", tmp_path / "run", "--states", 10, "--output", tmp_path / "data") == 0
-    assert "without a known task: fill in human_label" in capsys.readouterr().out
+    assert "without labels" in capsys.readouterr().out
+    assert dataset.load(tmp_path / "data")[2] is None
+    lines = (tmp_path / "data/labels.csv").read_text().split()
+    (tmp_path / "data/labels.csv").write_text("\n".join([*lines[:-1], f"{lines[-1]}1"]))
     with pytest.raises(dataset.DatasetError, match="line 2: labels are 0 or 1, not ''; fill in human_label"):
         dataset.load(tmp_path / "data")
-    lines = (tmp_path / "data/labels.csv").read_text().split()
     lines[1:] = [f"{line[:-1]},{k % 2}" for k, line in enumerate(lines[1:])]
     (tmp_path / "data/labels.csv").write_text("\n".join(lines))
     _, _, labels, people = dataset.load(tmp_path / "data")
     assert labels.tolist() == [False, True] * 5 and people == 10
+
+
+def test_what_a_sentence_of_ones_own_pays_is_shown_without_labels(tmp_path, monkeypatch, capsys):
+    words = ["--script", "dqn_clip_cartpole", "--prompt", "pole hanging down from the cart", "--states", 200]
+    assert call(dataset, monkeypatch, *words, "--output", tmp_path / "data") == 0
+    shown, write_picture = {}, reward_models.write_picture
+
+    def look(figure, path):
+        for panel in figure.subfigs:
+            shown[panel.get_suptitle()] = [float(axes.get_title()) for axes in panel.axes]
+        write_picture(figure, path)
+
+    monkeypatch.setattr(reward_models, "write_picture", look)
+    arguments = ["--dataset", tmp_path / "data", "--output", tmp_path / "sheet.png", "--goal-baseline-alpha", 0, 0.5]
+    assert call(reward_models, monkeypatch, *arguments, "--device", "cpu", "--precision", "fp32") == 0
+    assert "judged by eye" in capsys.readouterr().out and not (tmp_path / "sheet.csv").exists()
+    assert [title.partition("”")[2] for title in shown] == [
+        f", α = {alpha}: from what is paid most to what is paid least" for alpha in (0, 0.5)
+    ]
+    _, states, _, _ = dataset.load(tmp_path / "data")
+    frames = dqn_clip_cartpole.draw(states, 64, 64)
+    for alpha, rewards in zip((0.0, 0.5), shown.values()):
+        paid = CLIPReward("tiny", words[3], "pole and cart", alpha)(frames)
+        assert rewards == sorted(rewards, reverse=True)
+        assert (rewards[0], rewards[-1]) == pytest.approx((paid.max().item(), paid.min().item()), abs=6e-4)
+    assert Image.open(tmp_path / "sheet.png").width > 1000
+    with pytest.raises(dataset.DatasetError, match="--prompt belongs to --script"):
+        call(dataset, monkeypatch, "--run-dirs", tmp_path, "--prompt", "a", "--output", tmp_path / "other")
 
 
 def test_an_interrupted_dataset_leaves_nothing(tmp_path, monkeypatch):
