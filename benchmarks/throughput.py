@@ -150,6 +150,8 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
             "total_timesteps": steps * (2 + args.rounds),
             "checkpoint_every": 2**39,
         }  # a round without learning, one to warm up
+        if hasattr(defaults, "n_step"):
+            options["n_step"] = min(defaults.n_step, length)  # an episode of 4,096 environments has two steps
         settings = script.Args(prompt=("a goal",), **options)
 
         # The phases alone.
