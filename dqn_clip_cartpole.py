@@ -68,7 +68,7 @@ class Args:
     learning_rate: float = 5e-4  # of Adam, at first; it falls to 0 (paper: 2.3e-3, constant)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
     gamma: float = 0.99  # discount factor
-    tau: float = 0.0025  # how far, at each update, the mean network moves towards the network (paper: a copy every 625 updates)
+    tau: float = 0.0025  # how far, at each update, the mean network moves towards the network (paper: copied every 625)
     batch_size: int = 128  # transitions per update (paper: Stable-Baselines3's default, 32)
     end_e: float = 0.05  # share of random actions at the end; it falls from 1, round by round ...
     exploration_fraction: float = 0.1  # ... and would reach 0 in this share of the steps
