@@ -46,14 +46,14 @@ class UsageError(ValueError):
 def goal_baseline_reward(
     embeddings: torch.Tensor, goal: torch.Tensor, baseline: torch.Tensor, alpha: float
 ) -> torch.Tensor:
-    """Reward under goal-baseline regularization (Rocamonde et al., Definition 1); α = 0 is the cosine (Eq. 2).
+    """Reward under goal-baseline regularization (Rocamonde et al., Definition 1); α = 0: the cosine (Eq. 2).
 
     With s, g, b the unit embeddings of frame, goal and baseline and d = (g - b) / ‖g - b‖,
 
-        R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,   L: the line through b and g,   proj_L(s) = g + d dᵀ(s - g).
+        R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,  L: the line through b and g,  proj_L(s) = g + d dᵀ(s - g).
 
-    The vector inside the norm is α·d dᵀ(s - g) + (1 - α)(s - g): its part along d has length |dᵀ(s - g)| whatever
-    α is, the part across is shrunk by 1 - α. Hence the closed form that is computed here:
+    The vector inside the norm is α·d dᵀ(s - g) + (1 - α)(s - g): its part along d has length |dᵀ(s - g)| for
+    any α, the part across is shrunk by 1 - α. Hence the closed form that is computed here:
 
         R(s) = 1 - ½ [ (dᵀ(s - g))² + (1 - α)² (‖s - g‖² - (dᵀ(s - g))²) ].
 
@@ -75,7 +75,7 @@ def contrastive_reward(
 
         p(s) = exp(s·g / τ) / [ exp(s·g / τ) + Σ_k exp(s·n_k / τ) ],
 
-    R(s) = p(s), or with a threshold β: 1 if p(s) > β, else 0. s (N, D), g (D,), negatives (K, D) -> rewards (N,).
+    R(s) = p(s), or with a threshold β: 1 if p(s) > β, else 0. s (N, D), g (D,), negatives (K, D) -> (N,).
     """
     logits = embeddings @ torch.cat([goal[None], negatives]).T / temperature  # (N, 1 + K)
     p = logits.softmax(dim=1)[:, 0]
@@ -87,12 +87,12 @@ class CLIPReward(torch.nn.Module):
 
     Args:
         clip_model: `NAME/TAG`, `NAME//path/to/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
-        prompts, baseline_prompts: one text or several; g and b are the means of the texts' unit embeddings, as in
-            the paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
+        prompts, baseline_prompts: one text or several; g and b are the means of their unit embeddings, as in the
+            paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
-        batch_size, precision: frames encoded at once, in what (`fp32`, `bf16`); rewards are float32 all the same.
-        negative_prompts: what else there might be to see, one text or several; α and baseline then do not count.
-        temperature, threshold: τ (default: the one that the model was trained with, 1 / its logit scale) and β.
+        batch_size, precision: frames encoded at once, in `fp32` or `bf16`; rewards are float32 all the same.
+        negative_prompts: what else there might be to see; with them α and baseline do not count.
+        temperature, threshold: τ (default: the model's own, 1 / its logit scale) and β.
 
     Raises UsageError for what the user got wrong of these, before the weights are loaded if possible.
     """
@@ -198,10 +198,10 @@ class CLIPReward(torch.nn.Module):
 
     @torch.no_grad()
     def embed(self, frames: torch.Tensor) -> torch.Tensor:
-        """Frames (N, 3, H, W) uint8, squashed if they have not the model's size -> unit embeddings (N, D) float32.
+        """Frames (N, 3, H, W) uint8 -> unit embeddings (N, D) float32.
 
-        The squashing is antialiased, as where CLIP models are trained. The paper's code shrank its frames without,
-        which changes the rewards; the scripts render at the model's size.
+        Frames of another size than the model's are squashed, antialiased as where CLIP models are trained. (The
+        paper's code shrank them without, which changes the rewards; the scripts render at the model's size.)
         """
         frames = frames.to(self.device)
         if frames.shape[-2:] != self.size:
@@ -238,8 +238,8 @@ class RewardArgs:
     goal_baseline_alpha: float = (
         0.5  # α of the regularization: 0 plain cosine, 1 only what lies along baseline-goal
     )
-    # NAME/TAG, NAME//FILE (OpenAI's own: NAME-quickgelu//FILE), hf-hub:ORG/NAME, local-dir:FOLDER, tiny, or a reward
-    # program, FILE.py (default: tiny on a CPU, the paper's ViT-bigG-14/laion2b_s39b_b160k on a GPU)
+    # NAME/TAG, NAME//FILE (OpenAI's: NAME-quickgelu//FILE), hf-hub:ORG/NAME, local-dir:FOLDER, tiny, or a
+    # reward program, FILE.py (default: tiny on a CPU, the paper's ViT-bigG-14/laion2b_s39b_b160k on a GPU)
     clip_model: str | None = None
     clip_batch_size: int = 128  # frames rendered and rewarded at once
     precision: Literal["fp32", "bf16"] | None = (
@@ -287,7 +287,7 @@ class RewardArgs:
             print(f"reward program {self.clip_model}; the prompt is not used")
             return
         print(
-            f"CLIP model {self.clip_model} in {self.precision} on {self.device}; prompt {'; '.join(self.prompt)}"
+            f"CLIP model {self.clip_model} in {self.precision} on {self.device}; prompt: {', '.join(self.prompt)}"
         )
         if self.clip_model == "tiny":
             print(
@@ -314,10 +314,10 @@ THREADS = torch.get_num_threads()  # one a core, or OMP_NUM_THREADS
 class Labeller:
     """States -> rewards, batch by batch, on all workers at once, and the same whoever makes a batch.
 
-    A worker renders states and rewards the frames on one device: `Worker(args, device)` has a `reward_model`, and
-    `label` takes states (N, …) to labels (N, 2), the reward and the ground-truth reward. On a CPU there is one a
-    core, each on one thread, which is faster than PyTorch's own threads; they share the weights. `cuda` is every GPU
-    in sight. `args.ray_workers` more are Ray actors.
+    A worker renders states and rewards the frames on one device: `Worker(args, device)` has a `reward_model`,
+    and `label` takes states (N, …) to labels (N, 2), reward and ground-truth reward. On a CPU there is one a
+    core, each on one thread, which is faster than PyTorch's own threads; they share the weights. `cuda` is every
+    GPU in sight. `args.ray_workers` more are Ray actors.
     """
 
     def __init__(self, Worker: type, args: RewardArgs):
@@ -333,7 +333,7 @@ class Labeller:
         self.free = SimpleQueue()  # workers with nothing to do
         for worker in workers:
             self.free.put(worker)
-        # Threads that play and label; a core is left to the thread that learns, and labels when it has learned.
+        # Threads that play and label; on a CPU one core is left to the thread that learns.
         threads = max(len(workers) - 1, 1) if device.type == "cpu" else len(workers) + 1
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         self.batch_size = args.clip_batch_size
@@ -362,7 +362,7 @@ class Labeller:
         return labels
 
     def result(self, show: str | None = None) -> torch.Tensor:
-        """-> labels (N, 2) of all states since the last result, in their order; `show` names a progress bar."""
+        """-> labels (N, 2) of all states since the last result, in order; `show` names a progress bar."""
         self.add(self.rest[:0], last=True)
         labels = []
         # This thread helps, from the last batch backwards, with those that no other thread has begun.
@@ -377,7 +377,7 @@ class Labeller:
 
 
 class RayWorker:
-    """A worker in a process of its own, here or on another machine of the cluster: only states and labels travel."""
+    """A worker in a process of its own, here or on another machine: only states and labels travel."""
 
     def __init__(self, Worker: type, args: RewardArgs, device: torch.device):
         import ray
@@ -407,7 +407,7 @@ class RayWorker:
 
 
 def native_precision(device: str | torch.device) -> str:
-    """`bf16` where a GPU or x86 processor has instructions for it (two to three times as fast), else `fp32`."""
+    """`bf16` where GPU or x86 processor have instructions for it (two to three times as fast), else `fp32`."""
     if torch.device(device).type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
     capabilities = torch.cpu.get_capabilities()
@@ -415,7 +415,7 @@ def native_precision(device: str | torch.device) -> str:
 
 
 def find_clip_model(clip_model: str) -> tuple[str, dict]:
-    """What open_clip calls the model, and what else it must be told: weights, activation, normalization of pixels."""
+    """What open_clip calls the model, and what else it must be told: weights, activation, pixels."""
     import huggingface_hub
     import open_clip
 

@@ -2,11 +2,10 @@
 
     python sac_clip_humanoid.py --prompt "a humanoid robot kneeling"
 
-The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al.,
-2018). Read from top to bottom: settings, environment, rendering and labelling, replay buffer, networks and update,
-and the loop: act, learn, label, report. `clip_reward.py` has the reward.
+The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et
+al., 2018). Read from top to bottom; the loop is in `train`, the reward in clip_reward.py.
 
-C MuJoCo moves the robots, mujoco_warp renders them, on a CPU or a CUDA GPU, without OpenGL and without a display.
+C MuJoCo moves the robots, mujoco_warp renders them, on a CPU or a CUDA GPU, without OpenGL or a display.
 """
 
 import fcntl
@@ -49,12 +48,12 @@ SCRIPT = Path(__file__).stem
 
 @dataclass
 class Args(RewardArgs):
-    """Teach a humanoid with a sentence: SAC on the reward of a CLIP model; `--paper` brings the paper's values."""
+    """Teach a humanoid with a sentence: SAC on a CLIP model's reward (in brackets: the values of --paper)."""
 
     prompt: tuple[str, ...] | None = None  # the goal; several are averaged (default: that of --task)
-    # One of the paper's tasks, whose success is measured but never learned from: kneeling, lotus-position, standing-up,
-    # arms-raised, doing-splits, hands-on-hips, arms-crossed, standing-on-one-leg (default: that of the prompt, so none
-    # for a sentence of your own; without a prompt kneeling)
+    # Whose success is measured, and never learned from: kneeling, lotus-position, standing-up, arms-raised,
+    # doing-splits, hands-on-hips, arms-crossed, standing-on-one-leg (default: that of the prompt, or none;
+    # without a prompt kneeling)
     task: str | None = None
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # what the scene looks like in general
     goal_baseline_alpha: float = (
@@ -101,17 +100,17 @@ class Args(RewardArgs):
     act_with_mean: bool = True  # the running mean of the actor's weights acts (not)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 32_000  # steps between two evaluations, the best policy is kept (64,000)
+    checkpoint_every: int = 16_000  # steps between two evaluations; the best policy is kept (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
-    resume: str | None = None  # go on with the run in this folder; its settings hold but for those named here
-    evaluate: str | None = None  # only evaluate this checkpoint, with its settings but for those named here
-    track: bool = False  # log to Weights & Biases as well (WANDB_PROJECT names the project there)
+    resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
+    evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
+    track: bool = False  # log to Weights & Biases, too (WANDB_PROJECT names the project)
 
 
 PAPER = {
     "total_timesteps": 10_000_000, "num_envs": 32, "gradient_steps": 100, "policy_frequency": 1,
-    "learning_starts": 50_000, "anneal_lr": False, "gamma": 0.95, "n_step": 1, "batch_size": 512, "ent_coef": 1.0,
-    "log_std_min": -20.0, "noise_correlation": 0.0, "full_obs": True, "normalize_obs": False,
+    "learning_starts": 50_000, "anneal_lr": False, "gamma": 0.95, "n_step": 1, "batch_size": 512,
+    "ent_coef": 1.0, "log_std_min": -20.0, "noise_correlation": 0.0, "full_obs": True, "normalize_obs": False,
     "standardize_rewards": False, "layer_norm": False, "act_with_mean": False, "checkpoint_every": 64_000,
 }  # fmt: skip
 
@@ -123,11 +122,12 @@ MAX_CTRL = 0.4  # the motors' control goes from -0.4 to 0.4, actions from -1 to 
 
 
 def make_envs(num_envs: int, args: Args) -> gymnasium.vector.VectorEnv:
-    """Gymnasium's Humanoid-v5, many at once; no episode ends early, as in the paper: that would give the task away.
+    """Gymnasium's Humanoid-v5, many at once; as in the paper no episode ends early: that would tell the task.
 
-    A state is MuJoCo's qpos, the pose (position in m and quaternion of the torso, 17 joint angles in rad), qvel, the 23 speeds, and
-    cinert, the inertia of its 13 bodies as seen from the centre of mass, which tells where the limbs are; with --full-obs all that
-    Gymnasium can observe. The agent sees the state but for its first two numbers, the place on the floor.
+    A state is MuJoCo's qpos, the pose (position in m and quaternion of the torso, 17 joint angles in rad),
+    qvel, the 23 speeds, and cinert, the inertia of its 13 bodies about the centre of mass, which tells where
+    the limbs are; with --full-obs all that Gymnasium has. The agent does not see the first two numbers, the
+    place on the floor.
     """
     observed = {
         f"include_{name}_in_observation": args.full_obs for name in ("cvel", "qfrc_actuator", "cfrc_ext")
@@ -141,13 +141,14 @@ def make_envs(num_envs: int, args: Args) -> gymnasium.vector.VectorEnv:
 # ---- Rendering and labelling
 
 COLORS = {  # of the realistic look's parts, by the ends of their names
-    "torso1": "#e8eaee", "butt": "#e8eaee", "waist": "#808690", "uarm1": "#f07814", "larm": "#fac432", "thigh1": "#1e54be",
-    "shin1": "#ced2d8", "hand": "#24262c", "foot": "#24262c", "head": "#eceef0", "floor": "#ffffff",
+    "torso1": "#e8eaee", "butt": "#e8eaee", "waist": "#808690", "uarm1": "#f07814", "larm": "#fac432",
+    "thigh1": "#1e54be", "shin1": "#ced2d8", "hand": "#24262c", "foot": "#24262c", "head": "#eceef0",
+    "floor": "#ffffff",
 }  # fmt: skip
 
 
 def scene_model(textures: str) -> mujoco.MjModel:
-    """Gymnasium's humanoid with the paper's camera, "fixed", beside the XML's own, "track", and dressed as `textures` says."""
+    """Gymnasium's humanoid, dressed as `textures` says, with the paper's camera, "fixed", beside its own."""
     spec = mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml"))
     spec.option.solver = (
         mujoco.mjtSolver.mjSOL_NEWTON
@@ -190,7 +191,7 @@ def scene_model(textures: str) -> mujoco.MjModel:
     return spec.compile()
 
 
-# Where the parts of the body are: at the middle of a geom, or at the joint in which a body begins (the shin: at the knee).
+# Where the parts of the body are: the middle of a geom, or the joint where a body begins (shin: the knee).
 GEOM_POINTS = {"head": "head", "seat": "butt"} | {
     f"{s}_{p}": f"{s}_{p}" for s in ("right", "left") for p in ("hand", "foot")
 }
@@ -204,9 +205,9 @@ WARP = Lock()  # what Warp launches goes to one device, the same for all threads
 
 
 class Scene:
-    """Poses -> frames and body points, ray-traced by mujoco_warp on one device, `batch_size` at once; not for several threads.
+    """Poses -> frames and body points, ray-traced by mujoco_warp, `batch_size` at once; for one thread.
 
-    The first use ever on a machine compiles kernels for some ten seconds; they are kept in the user's cache folder.
+    The first use on a machine compiles kernels for some ten seconds; the user's cache folder keeps them.
     """
 
     def __init__(
@@ -242,16 +243,16 @@ class Scene:
         self.model = mujoco_warp.put_model(model)
         self.data = mujoco_warp.put_data(model, data, nworld=batch_size)
         self.context = mujoco_warp.create_render_context(
-            model, batch_size, (width, height), cam_active=["fixed" if camera == "fixed" else "track"], render_rgb=True,
-            render_depth=False, render_seg=False, render_skybox=True, use_shadows=True, samples_per_pixel=supersample,
-            enable_emission=False, enable_per_light_ambient=False
+            model, batch_size, (width, height), cam_active=["fixed" if camera == "fixed" else "track"],
+            render_rgb=True, render_depth=False, render_seg=False, render_skybox=True, use_shadows=True,
+            samples_per_pixel=supersample, enable_emission=False, enable_per_light_ambient=False
         )  # fmt: skip
         self.render(
             torch.zeros(1, POSE_SIZE)
         )  # compiles or loads the kernels: not a thing for several threads
 
     def render(self, poses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Poses (N, 24) -> frames (N, 3, height, width) uint8, and where each point of the body is (N, 3), m, by its name."""
+        """Poses (N, 24) -> frames (N, 3, height, width) uint8, and by name points of the body (N, 3), m."""
         import mujoco_warp
         import warp as wp
 
@@ -306,13 +307,11 @@ class Worker:
 class ReplayBuffer:
     """The newest rounds, played and rewarded, in preallocated tensors on the learner's device.
 
-    What is learned from are rewards standardized by the mean and deviation of all kept. As episodes never end early,
-    that changes no optimal policy; but CLIP's rewards lie close together and far from 0, and would bury the values'
-    differences under their sum.
+    Rewards are standardized by the mean and deviation of all kept. As no episode ends early, that changes no
+    optimal policy; but CLIP's rewards lie close together, far from 0: the values' differences would be lost.
 
-    There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit,
-    which is no property of the state. (The paper's code treats the last step as terminal, although the agent cannot
-    see the time.)
+    There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
+    property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
     """
 
     def __init__(self, state_size: int, args: Args, device: torch.device):
@@ -332,19 +331,19 @@ class ReplayBuffer:
         self.std = 1.0
 
     def add(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Take in the next round: states (T + 1, N, S), actions (T, N, 17), rewards (T, N); once full, over the oldest."""
+        """Take in a round: states (T + 1, N, S), actions (T, N, 17), rewards (T, N), over the oldest."""
         i = self.rounds % self.capacity
         self.states[i] = states
         self.actions[i] = actions
         self.rewards[i] = rewards
         self.rounds += 1
         if self.standardize:
-            kept = self.rewards[: self.rounds]
+            kept = self.rewards[: self.rounds].double()  # or equal rewards would not come out as 0
             self.mean = kept.mean()
-            self.std = kept.std() + 1e-8
+            self.std = kept.std(correction=0) + 1e-8
 
     def sample(self, batch_size: int, n_step: int) -> tuple[torch.Tensor, ...]:
-        """Uniformly -> states (B, S), states n_step later, actions (B, 17), the rewards between (n_step, B)."""
+        """Uniformly -> states (B, S), those n_step later, actions (B, 17), rewards between (n_step, B)."""
         _, steps, num_envs = self.rewards.shape
         starts = steps - n_step + 1  # nothing reaches beyond the end of an episode
         size = min(self.rounds, self.capacity) * starts * num_envs
@@ -358,7 +357,7 @@ class ReplayBuffer:
 
 
 class Normalize(nn.Module):
-    """Values (N, size) -> the same scaled by the mean and variance of all that `update` has seen, cut to ±10."""
+    """Values (N, size) -> the same scaled by mean and variance of all that `update` has seen, cut to ±10."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -400,7 +399,7 @@ class SoftQNetwork(nn.Sequential):
 
 
 class Actor(nn.Sequential):
-    """Normalized observations (N, O) -> mean and log standard deviation (N, 17) of a Gaussian; its sample's tanh is the action."""
+    """Normalized observations (N, O) -> mean and log σ (N, 17) of a Gaussian; actions are its samples' tanh."""
 
     def __init__(self, obs_size: int, args: Args):
         super().__init__(
@@ -420,7 +419,7 @@ class Actor(nn.Sequential):
 def squash(
     mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A Gaussian and standard normal noise, (N, 17) each -> its sample's tanh, the actions (N, 17), and their log probabilities (N,)."""
+    """A Gaussian and standard normal noise, (N, 17) each -> tanh of its sample, with log probability (N,)."""
     raw = mean + log_std.exp() * noise
     log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
     log_prob -= 2 * (
@@ -430,7 +429,7 @@ def squash(
 
 
 class SAC(nn.Module):
-    """All that is learned: actor, critics and entropy coefficient, their running means, and the observations' scale."""
+    """All that is learned: actor, critics, entropy coefficient, running means, the observations' scale."""
 
     def __init__(self, state_size: int, args: Args):
         super().__init__()
@@ -515,7 +514,10 @@ def rollout(
     seed: int,
     args: Args,
 ) -> tuple:
-    """An episode in each environment, on the CPU; without a policy at random -> states (T + 1, N, S), actions (T, N, 17)."""
+    """An episode in each environment, on the CPU; without a policy at random.
+
+    -> states (T + 1, N, S), actions (T, N, 17)
+    """
     rng = torch.Generator().manual_seed(seed)
     obs, _ = envs.reset(seed=seed)
     states = [torch.from_numpy(obs).float()]
@@ -541,13 +543,13 @@ def rollout(
 
 
 def train(args: Args, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it.
+    """The paper's Algorithm 1, by rounds; all chance comes from seed and round, so that --resume repeats it.
 
-    A round's first three phases go on at the same time; acting and learning begin with what the rounds before left:
+    A round's first three phases go on at once; acting and learning begin with what the rounds before left:
 
         act    =============          one thread: play round k with a copy of the policy
         learn  =================      this thread: update on rounds 0 to k - 1
-        label     ===============     the other threads, then this one, too: render what was played, reward the frames
+        label     ===============     other threads, then this one, too: render what was played, reward it
         report                   ===  this thread: store round k; curves, evaluation, checkpoint
     """
     device = torch.device(args.device)
@@ -557,32 +559,45 @@ def train(args: Args, labeller: Labeller) -> None:
     sac = SAC(state_size, args).to(device)
     optimizers = sac.optimizers(args.learning_rate)
     rb = ReplayBuffer(state_size, args, device)
-    # The run's folder: a checkpoint of these parts after each round. --resume restores them and the rounds.
-    run = Run(args, labeller, rb, policy=sac.policy, sac=sac, **optimizers)
+    parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
+    global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
 
-    while run.step < args.total_timesteps:
-        warmup = run.step < args.learning_starts
+    def checkpoint(name: str) -> None:
+        """With the rounds' files all that the rest depends on; a round that is interrupted is repeated."""
+        content = {name: part.state_dict() for name, part in parts.items()}
+        content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
+        save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
+
+    if args.resume is None:
+        checkpoint("checkpoint.pt")
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged beyond goes
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
+    started = time.perf_counter()
+
+    while global_step < args.total_timesteps:
+        warmup = global_step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, rb.rounds)).generate_state(2).tolist()
 
         # ---- Act, in a thread, with the policy as it is now.
         policy = None if warmup else deepcopy(sac.policy).cpu()
         playing = labeller.pool.submit(rollout, policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn, at the same time: SAC, on the transitions of the rounds before (the first has none).
+        # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         if args.anneal_lr:
             for optimizer in optimizers.values():
-                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.step / args.total_timesteps)
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (
+                    1 - global_step / args.total_timesteps
+                )
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
             for i in range(args.gradient_steps):
-                update_actor = i % args.policy_frequency == 0
                 batch = rb.sample(args.batch_size, args.n_step)
-                update = sac_update(sac, optimizers, batch, update_actor, args)
-                for name, value in update.items():
-                    losses[name].append(value)
+                update_actor = i % args.policy_frequency == 0
+                for name, loss in sac_update(sac, optimizers, batch, update_actor, args).items():
+                    losses[name].append(loss)
 
-        # ---- Label: threads have begun to render the states and to reward the frames (`Worker.label`); the rest is done here.
+        # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)
         rewards = labels[:, :, 0]  # labels[:, :, 1] is whether the task's condition holds
@@ -590,17 +605,54 @@ def train(args: Args, labeller: Labeller) -> None:
         if args.normalize_obs:  # the buffer keeps raw values: each update scales them anew
             sac.obs_norm.update(states[..., 2:].flatten(0, 1).to(device))
 
-        # ---- Report: the round's file, curves, now and then an evaluation, and a checkpoint. This counts the steps, too.
-        run.report((states, actions, rewards), labels, losses)
+        # ---- Report: curves, now and then an evaluation, whose best policy is kept, and a checkpoint.
+        save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, rewards))
+        global_step += rewards.numel()
+        means = summary(labels)
+        scalars = {f"charts/{name}": value for name, value in means.items()}
+        scalars["charts/SPS"] = rewards.numel() / (time.perf_counter() - started)
+        started = time.perf_counter()
+        for name, values in losses.items():
+            scalars[f"losses/{name}"] = torch.stack(values).mean().item()
+        bar.update(rewards.numel())
+        if rb.rounds == 1:
+            tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
+            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
+                raise UsageError("the reward is the same in every state: try another prompt or --threshold")
+        if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
+            states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
+            means = summary(labels)
+            tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
+            scalars |= {f"evaluation/{name}": value for name, value in means.items()}
+            frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[0]
+            writer.add_images("frames", frames, global_step, dataformats="NHWC")
+            earned = means["clip_return"]
+            if earned > best_return:
+                best_return = earned
+                checkpoint("best.pt")
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, global_step)
+        if not all(map(math.isfinite, scalars.values())):
+            raise UsageError(f"no longer finite at step {global_step}: try a smaller --learning-rate")
+        writer.flush()
+        checkpoint("checkpoint.pt")
+        left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
+        left.unlink(missing_ok=True)
 
-    run.finish()
+    bar.close()
+    load(f"{args.run_dir}/best.pt", policy=sac.policy)
+    states, labels = evaluate(sac.policy, args.episodes, labeller, args)
+    for name, value in summary(labels).items():
+        writer.add_scalar(f"result/{name}", value, global_step + 1)  # a longer run forgets it
+    writer.close()
+    write_result(f"{args.run_dir}/result", states, labels, args)
 
 
 # ==== Nothing below belongs to the method: success, evaluation, pictures, files, and the command line.
 
 
-# What a person would have to see in the frame (paper, Table 2), from where the parts of the body are. No agent ever learns from
-# these conditions. They are the ground truth beside the CLIP reward, so that reward hacking shows.
+# What a person would have to see in the frame (paper, Table 2), from where the parts of the body are: the
+# ground truth beside the CLIP reward, so that reward hacking shows. No agent learns from these conditions.
 
 SEAT, KNEE, FOOT = 0.09, 0.049, 0.075  # radii, m: so high is the middle of a part that lies on the floor
 TOUCH = 0.04  # m above the floor that pass for touching it
@@ -648,19 +700,19 @@ def on_floor(p: dict[str, torch.Tensor], part: str, radius: float, tolerance: fl
 
 
 def kneeling(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Both knees on the floor, in balance (a kneeler can lean back by 50° and stay so), and not sitting lower than on the heels."""
+    """Both knees on the floor, in balance (possible to 50° back), not sitting lower than on the heels."""
     return on_floor(p, "knee", KNEE) & (tilt(p) <= 60) & (p["seat"][..., 2] > SEAT + 2 * FOOT)
 
 
 def lotus_position(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Seated on the floor or on crossed feet, both knees on the floor and outside the hips, the feet between the knees."""
+    """Seated on the floor or crossed feet, both knees on it and outside the hips, the feet between them."""
     seated = (p["seat"][..., 2] <= SEAT + 2 * FOOT) & (tilt(p) <= 45)
     wide, together = ((p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1) for part in ("knee", "foot"))
     return seated & on_floor(p, "knee", KNEE, 2 * TOUCH) & (wide >= 0.5) & (together <= wide - 0.2)
 
 
 def standing_up(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """On at least one foot, the trunk within 30° of upright, the head at four fifths of its full height of 1.48 m or above."""
+    """On at least one foot, the trunk within 30° of upright, the head at four fifths of its full 1.48 m."""
     feet = torch.minimum(p["right_foot"][..., 2], p["left_foot"][..., 2])
     return (feet <= FOOT + TOUCH) & (tilt(p) <= 30) & (p["head"][..., 2] >= 1.2)
 
@@ -672,14 +724,14 @@ def arms_raised(p: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def doing_splits(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Seat and feet on the floor, the legs straight within 30°, 90° or more between them (the joints allow 120°)."""
+    """Seat and feet on the floor, the legs straight within 30°, 90° or more between them (120° at most)."""
     down = (p["seat"][..., 2] <= SEAT + 2 * TOUCH) & on_floor(p, "foot", FOOT, 2 * TOUCH)
     straight = torch.maximum(bend(p, "right"), bend(p, "left")) <= 30
     return down & straight & (spread(p) >= 90) & (tilt(p) <= 60)
 
 
 def hands_on_hips(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Standing, each hand within 20 cm of the hip joint on its side (the hip itself is 9 cm thick, the hand 4), both elbows bent
+    """Standing, each hand within 20 cm of its hip joint (the hip is 9 cm thick, the hand 4), both elbows bent
     by 40° or more: arms that merely hang down come as close."""
     far = torch.maximum(*((p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in ("right", "left")))
     bent = torch.minimum(*(bend(p, side, ("shoulder", "elbow", "hand")) for side in ("right", "left")))
@@ -687,7 +739,7 @@ def hands_on_hips(p: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def arms_crossed(p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Standing, each hand at least 5 cm beyond the middle, in front of the trunk between seat and shoulders."""
+    """Standing, each hand at least 5 cm beyond the middle, before the trunk between seat and shoulders."""
     beyond = torch.minimum(leftwards(p, "right_hand"), -leftwards(p, "left_hand")) >= 0.05
     front = torch.minimum(forwards(p, "right_hand"), forwards(p, "left_hand")) > 0
     above = torch.minimum(p["right_hand"][..., 2], p["left_hand"][..., 2]) > p["seat"][..., 2]
@@ -714,39 +766,36 @@ TASKS = {  # goal prompt (paper, Table 3) and success condition of each
 
 
 def summary(labels: torch.Tensor) -> dict[str, float]:
-    """Labels (T, N, 2) -> means over the N episodes; one succeeds if the condition holds in half of its steps or more."""
-    clip_return, ground_truth_return = labels.sum(0).mean(0).tolist()
-    if math.isnan(ground_truth_return):  # no known task
-        return {"clip_return": clip_return}
-    success_rate = (labels[:, :, 1].mean(0) >= 0.5).float().mean().item()
-    return {
-        "success_rate": success_rate,
-        "clip_return": clip_return,
-        "ground_truth_return": ground_truth_return,
-    }
+    """Labels (T, N, 2) -> means over N episodes; one succeeds if the condition holds in half its steps."""
+    clip, truth = labels.sum(0).mean(0).tolist()
+    if math.isnan(truth):  # no known task
+        return {"clip_return": clip}
+    success = (labels[:, :, 1].mean(0) >= 0.5).float().mean().item()
+    return {"success_rate": success, "clip_return": clip, "ground_truth_return": truth}
 
 
-def evaluate(
-    policy: nn.Module, episodes: int, labeller: Labeller, args: Args
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Play without exploration, from start states that no training sees -> states (T, N, S), labels (T, N, 2)."""
+def in_words(means: dict[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
+
+
+def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple:
+    """Play without exploration, from starts that no training sees -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, make_envs(episodes, args), labeller, seed, args)
-    return states[1:], labeller.result(f"evaluate {episodes} episodes").view(args.episode_length, episodes, 2)
+    return states[1:], labeller.result("evaluate").view(args.episode_length, episodes, 2)
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
-    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, over its steps (N, count, H, W, 3)."""
+    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode (N, count, H, W, 3)."""
     images = []
     scene = Scene(240, 240, args.textures, args.camera, 2, states.shape[1], torch.device("cpu"))
-    for t in tqdm(
-        np.linspace(0, len(states) - 1, count).round().astype(int), "pictures", leave=False, disable=None
-    ):
-        frames = scene.render(states[t, :, :POSE_SIZE])[0].permute(0, 2, 3, 1).numpy()
-        for frame, reward in zip(frames, rewards[t]):
-            image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
+    steps = np.linspace(0, len(states) - 1, count).round().astype(int)
+    for t in tqdm(steps, "render pictures", leave=False, disable=None):
+        frames, _ = scene.render(states[t, :, :POSE_SIZE])
+        for frame, reward in zip(F.pad(frames, (0, 0, 0, 24)).permute(0, 2, 3, 1).numpy(), rewards[t]):
+            image = Image.fromarray(frame)
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
-            ImageDraw.Draw(image).text((8, len(frame) + 3), text, "white", ImageFont.load_default(14))
+            ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
 
@@ -754,20 +803,17 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
 def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
     """Print what an evaluation gave, and write path.json, .png (frames of four episodes) and .mp4 (three)."""
     result = summary(labels)
-    for name, value in result.items():
-        print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
+    print(f"{labels.shape[1]} episodes: {in_words(result)}")
     result["settings"] = asdict(args)
     result["versions"] = {
         name: metadata.version(name)
         for name in ("torch", "open_clip_torch", "gymnasium", "mujoco", "mujoco_warp")
     }
     Path(f"{path}.json").write_text(json.dumps(result, indent=2))
-    columns = np.concatenate(
-        pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1
-    )  # eight frames of all four
-    iio.imwrite(f"{path}.png", np.concatenate(columns, axis=1))
-    video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
-    iio.imwrite(f"{path}.mp4", video, plugin="pyav", codec="libx264", fps=30)
+    sheet = pictures(states[:, :4], labels[:, :4, 0], 8, args).swapaxes(1, 2)  # (4, H, 8, W, 3)
+    iio.imwrite(f"{path}.png", sheet.reshape(-1, 8 * sheet.shape[3], 3))
+    film = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
+    iio.imwrite(f"{path}.mp4", film, plugin="pyav", codec="libx264", fps=30)
     print(f"written to {path}.json, .png, .mp4")
 
 
@@ -779,9 +825,7 @@ def save(path: str, **content) -> None:
 
 def load(path: str, **parts) -> dict:
     """Read what `save` wrote, tensors and settings but no code, and restore these parts from it."""
-    if (
-        not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip()
-    ):  # PyTorch would not notice a flipped bit
+    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():  # PyTorch overlooks flipped bits
         raise UsageError(f"{path} is missing, damaged, or no checkpoint")
     content = torch.load(path, map_location="cpu", weights_only=True)
     try:
@@ -792,138 +836,48 @@ def load(path: str, **parts) -> dict:
     return content
 
 
-class Run:
-    """A training's folder: a file for each round, curves, the best policy, and after each round a checkpoint.
+def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
+    """Make a run's folder, or restore parts and buffer from it -> step, best return, the folder's lock."""
+    os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
+    lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{args.run_dir} belongs to a training that still goes on") from None
+    except OSError:
+        pass  # a file system without locks
+    if args.track:
+        import wandb
 
-    The rounds and the checkpoint's parts are all that the rest of the training depends on. A round that was
-    interrupted is repeated from its seed.
-    """
-
-    def __init__(self, args: Args, labeller: Labeller, rb: ReplayBuffer, **parts):
-        self.args = args
-        self.labeller = labeller
-        self.rb = rb
-        self.parts = parts
-        self.step = 0
-        self.best_return = -math.inf
-        os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
-        self.lock = open(f"{args.run_dir}/lock", "w")  # held to the end of the training, or of this process
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{args.run_dir} belongs to a training that is still going") from None
-        except OSError:
-            pass  # a file system without locks
-        if args.resume is not None:
-            self.restore()
-        self.save("checkpoint.pt", **parts)
-        if args.track:
-            import wandb
-
-            wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
-        self.writer = SummaryWriter(
-            args.run_dir, purge_step=self.step + 1
-        )  # what a killed run logged beyond goes
-        self.writer.add_text(
-            "settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items())
-        )
-        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", disable=None)
-        self.started = time.perf_counter()
-
-    def restore(self) -> None:
-        checkpoint = load(f"{self.args.run_dir}/checkpoint.pt", **self.parts)
-        if (checkpoint["reward"] - self.labeller.fingerprint).norm() > 0.05:  # more than a precision makes
-            raise UsageError(
-                f"{self.args.run_dir} began with another prompt, or the reward model has changed"
-            )
-        self.step = checkpoint["step"]
-        self.best_return = checkpoint["best_return"]
-        rounds = self.step // (self.args.num_envs * self.args.episode_length)
-        self.rb.rounds = max(0, rounds - self.rb.capacity)
-        while self.rb.rounds < rounds:
-            self.rb.add(*load(f"{self.args.run_dir}/rounds/{self.rb.rounds}.pt")["round"])
-
-    def report(self, played: tuple, labels: torch.Tensor, losses: dict) -> None:
-        """The end of a round: its file, curves, progress, when it is time an evaluation, and a checkpoint."""
-        number = self.rb.rounds - 1
-        save(f"{self.args.run_dir}/rounds/{number}.pt", round=played)
-        # The file of the round that has just left the buffer stays: the last checkpoint is from before.
-        Path(f"{self.args.run_dir}/rounds/{number - self.rb.capacity - 1}.pt").unlink(missing_ok=True)
-        before = self.step
-        self.step += labels[:, :, 0].numel()
-        means = summary(labels)
-        scalars = {f"charts/{name}": value for name, value in means.items()}
-        scalars["charts/SPS"] = (self.step - before) / (time.perf_counter() - self.started)
-        self.started = time.perf_counter()
-        for name, values in losses.items():
-            scalars[f"losses/{name}"] = torch.stack(values).mean().item()
-            if not math.isfinite(scalars[f"losses/{name}"]):
-                raise UsageError(f"{name} is not finite at step {self.step}: try a smaller --learning-rate")
-        for name, value in scalars.items():
-            self.writer.add_scalar(name, value, self.step)
-        self.bar.update(self.step - before)
-        self.bar.set_description(f"clip return {means['clip_return']:.2f}")
-        if before == 0:
-            tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-        every = self.args.checkpoint_every
-        if before // every < self.step // every or self.step >= self.args.total_timesteps:
-            self.evaluate()
-        self.writer.flush()
-        self.save("checkpoint.pt", **self.parts)
-
-    def evaluate(self) -> None:
-        """Evaluate the policy as it is now, and keep it if it earned more than all before (as in the paper)."""
-        states, labels = evaluate(self.parts["policy"], self.args.num_envs, self.labeller, self.args)
-        means = summary(labels)
-        tqdm.write(f"step {self.step:,} of {self.args.total_timesteps:,}: {in_words(means)}")
-        for name, value in means.items():
-            self.writer.add_scalar(f"evaluation/{name}", value, self.step)
-        frames = pictures(states[:, :1], labels[:, :1, 0], 8, self.args)[0]
-        self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
-        if means["clip_return"] > self.best_return:
-            self.best_return = means["clip_return"]
-            self.save("best.pt", policy=self.parts["policy"])
-
-    def save(self, name: str, **parts) -> None:
-        content = {name: part.state_dict() for name, part in parts.items()}
-        content |= {"script": SCRIPT, "settings": asdict(self.args), "reward": self.labeller.fingerprint}
-        save(f"{self.args.run_dir}/{name}", step=self.step, best_return=self.best_return, **content)
-
-    def finish(self) -> None:
-        """The result of the best policy."""
-        self.bar.close()
-        load(f"{self.args.run_dir}/best.pt", policy=self.parts["policy"])
-        states, labels = evaluate(self.parts["policy"], self.args.episodes, self.labeller, self.args)
-        for name, value in summary(labels).items():
-            self.writer.add_scalar(f"result/{name}", value, self.step + 1)  # which --resume forgets
-        self.writer.close()
-        write_result(f"{self.args.run_dir}/result", states, labels, self.args)
-        self.lock.close()
-
-
-def in_words(means: dict[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
+        wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
+    if args.resume is None:
+        return 0, -math.inf, lock
+    kept = load(f"{args.run_dir}/checkpoint.pt", **parts)
+    if (kept["reward"] - labeller.fingerprint).norm() > 0.05:  # more than another precision makes
+        raise UsageError(f"{args.run_dir} began with another prompt or reward model")
+    rounds = kept["step"] // (args.num_envs * args.episode_length)
+    rb.rounds = max(0, rounds - rb.capacity)
+    while rb.rounds < rounds:
+        rb.add(*load(f"{args.run_dir}/rounds/{rb.rounds}.pt")["round"])
+    for k, events in enumerate(sorted(Path(args.run_dir).glob("events*"))):
+        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # before new ones, by any clock
+    return kept["step"], kept["best_return"], lock
 
 
 def read_settings() -> Args:
-    """The command line -> complete settings; with --resume or --evaluate the checkpoint's are the defaults."""
+    """The command line -> complete settings; those of a checkpoint are the defaults."""
     args = tyro.cli(Args)
     path = args.evaluate if args.resume is None else f"{args.resume}/checkpoint.pt"
     if path is not None:
         checkpoint = load(path)
         if checkpoint.get("script") != SCRIPT:
             raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
-        settings = checkpoint["settings"] | {
-            "run_dir": os.path.dirname(path) or ".",
-            "resume": None,
-            "evaluate": None,
-        }
+        settings = checkpoint["settings"] | {"resume": None, "evaluate": None}
+        settings["run_dir"] = os.path.dirname(path) or "."
         if settings["clip_model"].endswith(".py"):
-            settings["clip_model"] = (
-                tyro.MISSING
-            )  # a checkpoint runs nothing: a program has to be named again
+            settings["clip_model"] = tyro.MISSING  # a checkpoint runs nothing: a program is to be named again
         args = tyro.cli(Args, default=Args(**settings))
-    elif args.run_dir is not None and os.path.exists(args.run_dir):
+    elif os.path.exists(args.run_dir or ""):
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     elif args.paper:
         args = tyro.cli(Args, default=replace(args, **PAPER))
@@ -949,29 +903,27 @@ def read_settings() -> Args:
 def main() -> None:
     args = read_settings()
     torch.set_num_threads(1)  # the Labeller has a thread for each core
-    sys.setswitchinterval(
-        0.0005
-    )  # s; or a thread that holds the interpreter keeps another from its next operation
+    sys.setswitchinterval(0.0005)  # s; or other threads wait long for the interpreter between two operations
     args.describe()
     print(f"task {args.task or 'unknown, without a success rate'}")
     labeller = Labeller(Worker, args)
     if args.evaluate is None:
         print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
         train(args, labeller)
-        return
-    policy = SAC(make_envs(1, args).single_observation_space.shape[0], args).policy
-    load(args.evaluate, policy=policy)
-    os.makedirs(args.run_dir, exist_ok=True)
-    states, labels = evaluate(policy, args.episodes, labeller, args)
-    write_result(f"{args.run_dir}/{Path(args.evaluate).stem}_evaluation", states, labels, args)
+    else:
+        policy = SAC(make_envs(1, args).single_observation_space.shape[0], args).policy
+        load(args.evaluate, policy=policy)
+        os.makedirs(args.run_dir, exist_ok=True)
+        states, labels = evaluate(policy, args.episodes, labeller, args)
+        write_result(f"{args.run_dir}/{Path(args.evaluate).stem}_evaluation", states, labels, args)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (UsageError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (UsageError, OSError, torch.OutOfMemoryError) as error:
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+        os._exit(2)  # without waiting for the threads
     except KeyboardInterrupt:
         print("interrupted; a training goes on with --resume and its folder", file=sys.stderr, flush=True)
-        os._exit(130)  # without waiting for the threads
+        os._exit(130)

@@ -2,16 +2,15 @@
 
     python sac_clip_mountaincar.py --prompt "a car at the peak of the mountain, next to the yellow flag"
 
-The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et al.,
-2018). Read from top to bottom: settings, environment, rendering and labelling, replay buffer, networks and update,
-and the loop: act, learn, label, report. `clip_reward.py` has the reward.
+The method is VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with SAC (Haarnoja et
+al., 2018). Read from top to bottom; the loop is in `train`, the reward in clip_reward.py.
 
-A reward for pictures of the goal says little in the valley, where the start is, and a car that rolls there with
-SAC's own noise, new at every step, never leaves it. So the exploration noise is correlated in time (an
+A reward for pictures of the goal says little in the valley, where the start is, and a car that rolls there
+with SAC's own noise, new at every step, never leaves it. So the noise is correlated in time (an
 Ornstein-Uhlenbeck process, as in DDPG), in step with the valley, where a car swings with a period of
-2π/√0.0075 = 73 steps: of all such noises the one that forgets as e^(-√0.0075 t), 0.917 a step, has the most power
-there, and one random episode in ten reaches the goal. At each step by itself the noise is the standard normal that
-SAC wants; nothing else changes. (The paper does not say what it explored with.)
+2π/√0.0075 = 73 steps: of such noises the one that forgets as e^(-√0.0075 t), 0.917 a step, has the most power
+there, and one random episode in ten reaches the goal. At each step by itself the noise is the standard normal
+that SAC wants. (The paper does not say what it explored with.)
 """
 
 import fcntl
@@ -45,38 +44,32 @@ SCRIPT = Path(__file__).stem
 
 @dataclass
 class Args(RewardArgs):
-    """Teach MountainCar with a sentence: SAC on the reward of a CLIP model."""
+    """Teach MountainCar with a sentence: SAC on a CLIP model's reward (in brackets: the paper's values)."""
 
     prompt: tuple[str, ...] = ("a car at the peak of the mountain, next to the yellow flag",)  # the goal
     baseline_prompt: tuple[str, ...] = ("a car in the mountain",)  # what the scene looks like in general
-    reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth is for reference: 1 per step at the goal
+    reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth, for reference: 1 per step at the goal
     textures: Literal["realistic", "original"] = "realistic"  # mountains with a red car, or Gymnasium's
-    seed: int = 1  # of the weights, the start states and the exploration
+    seed: int = 1  # of weights, start states and exploration
     total_timesteps: int | None = None  # of all environments (default: 320,000 with tiny, else 3,000,000)
     num_envs: int = 16  # environments side by side
-    episode_length: int = 200  # steps, as in an example of the paper's code; a round is an episode in each
+    episode_length: int = 200  # steps; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round: one for each step of all, as in Stable-Baselines3
-    learning_starts: int = (
-        3_200  # rounds that begin before this step are random, without learning (paper: 100)
-    )
+    learning_starts: int = 3_200  # rounds that begin before this step are random, nothing is learned (100)
     learning_rate: float = 1e-4  # of Adam, for actor and critics
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default)
     gamma: float = 0.9999  # discount factor
-    tau: float = (
-        0.01  # how far the targets move towards the critics at each update: 0 not at all, 1 all the way
-    )
-    batch_size: int = 256  # transitions per update (Stable-Baselines3's default, as in the paper)
+    tau: float = 0.01  # how far the targets follow the critics at each update: 0 not at all, 1 all the way
+    batch_size: int = 256  # transitions per update (Stable-Baselines3's default)
     ent_coef: float = 0.1  # weight of the policy's entropy in its objective, fixed
-    noise_correlation: float = (
-        0.917  # of the exploration noise from step to step (see the top); 0 is SAC's own
-    )
+    noise_correlation: float = 0.917  # of the exploration noise from step to step (see the top); 0: SAC's own
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 32_000  # steps between two evaluations, of which the best policy is kept
+    checkpoint_every: int = 64_000  # steps between two evaluations; the best policy is kept
     episodes: int = 100  # of the final evaluation, or of --evaluate
-    resume: str | None = None  # go on with the run in this folder; its settings hold but for those named here
-    evaluate: str | None = None  # only evaluate this checkpoint, with its settings but for those named here
-    track: bool = False  # log to Weights & Biases as well (WANDB_PROJECT names the project there)
+    resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
+    evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
+    track: bool = False  # log to Weights & Biases, too (WANDB_PROJECT names the project)
 
 
 # ---- Environment
@@ -89,10 +82,10 @@ ACTION_SIZE = 1  # A below
 
 
 class MountainCar:
-    """`num_envs` cars with the dynamics of Gymnasium's MountainCarContinuous-v0, which has no vectorized form, in float64.
+    """`num_envs` cars with the dynamics of Gymnasium's MountainCarContinuous-v0, in float64.
 
-    A state is (position x, its speed); the bottom of the valley is at x = -π/6, the goal at x ≥ 0.45. As in the paper, no episode
-    ends early, because that would tell what the task is, and the goal is absorbing: a car that has reached it stays there.
+    A state is position x and speed; the bottom of the valley is at x = -π/6, the goal at x ≥ 0.45. As in the
+    paper no episode ends early: that would tell the task. The goal is absorbing: a car there stays there.
     """
 
     def __init__(self, num_envs: int):
@@ -105,7 +98,7 @@ class MountainCar:
         return self.state.astype(np.float32), {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """Actions (num_envs, 1), the engine's force in [-1, 1] -> obs, rewards (none), terminations, truncations, infos."""
+        """Actions (num_envs, 1) in [-1, 1], the engine's force -> as in Gymnasium, without rewards."""
         x, speed = self.state.T
         speed = speed + 0.0015 * actions[:, 0].clip(-1, 1) - 0.0025 * np.cos(3 * x)
         speed = speed.clip(-MAX_SPEED, MAX_SPEED)
@@ -122,19 +115,28 @@ class MountainCar:
 
 SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400  # of Gymnasium's frame, in whose pixels the scene is described
 SCALE = SCREEN_WIDTH / (X_MAX - X_MIN)  # these pixels per unit of x and of height
-# Parts of the car in its own frame: colour, middle (to the right, up), and half of width and height, or the radius; the original's
-# are Gymnasium's plus the half pixel that its polygon filling adds.
+# Parts of the car in its own frame: colour, middle (to the right, up), and half of its size, or the
+# radius; the original's are Gymnasium's and half a pixel that its polygon filling adds.
 CAR = {
-    "original": (((0, 0, 0), (0, 10), (20.5, 10.5)), ((128, 128, 128), (-10, 0), 8.5), ((128, 128, 128), (10, 0), 8.5)),
-    "realistic": (
-        ((214, 32, 28), (-4, 29), (20, 8)), ((176, 222, 244), (-4, 28), (15, 5.5)), ((214, 32, 28), (0, 15), (40, 8)),  # body, glass
-        ((24, 24, 26), (-24, 9), 11), ((24, 24, 26), (24, 9), 11), ((196, 200, 206), (-24, 9), 5), ((196, 200, 206), (24, 9), 5),
+    "original": (
+        ((0, 0, 0), (0, 10), (20.5, 10.5)),
+        ((128, 128, 128), (-10, 0), 8.5),
+        ((128, 128, 128), (10, 0), 8.5),
     ),
-}  # fmt: skip
+    "realistic": (
+        ((214, 32, 28), (-4, 29), (20, 8)),  # the cabin, its glass, the body; then the wheels
+        ((176, 222, 244), (-4, 28), (15, 5.5)),
+        ((214, 32, 28), (0, 15), (40, 8)),
+        ((24, 24, 26), (-24, 9), 11),
+        ((24, 24, 26), (24, 9), 11),
+        ((196, 200, 206), (-24, 9), 5),
+        ((196, 200, 206), (24, 9), 5),
+    ),
+}
 
 
 def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) -> torch.Tensor:
-    """Share of a pixel, `pixel` wide, that a part covers whose middle is `position` away and whose half width is `half`."""
+    """Share of a pixel, `pixel` wide, covered by a part of half width `half` that is `position` away."""
     return ((position + pixel / 2).clamp(max=half) - (position - pixel / 2).clamp(min=-half)).clamp(
         min=0
     ) / pixel
@@ -188,7 +190,7 @@ def paint_background(textures: str, detail: int = 3) -> Image.Image:
 
 
 class Scene:
-    """States -> frames of one size on one device, the scene squashed to that size; the background is painted once."""
+    """States -> frames of one size on one device, squashed to it; the background is painted once."""
 
     def __init__(self, height: int, width: int, textures: str, device: torch.device):
         self.height = height
@@ -199,7 +201,7 @@ class Scene:
         self.background = torch.from_numpy(np.array(background)).permute(2, 0, 1).to(device)
 
     def render(self, states: torch.Tensor) -> torch.Tensor:
-        """States (N, 2) -> frames (N, 3, height, width) uint8; only a window around the car, the same size for all, is computed."""
+        """States (N, 2) -> frames (N, 3, height, width) uint8; only a window around each car is computed."""
         x = states[:, 0, None, None].float().to(self.device)  # (N, 1, 1)
         sin = (3 * x).cos().sin()  # it leans as in Gymnasium ...
         cos = (3 * x).cos().cos()
@@ -259,11 +261,10 @@ class Worker:
 class ReplayBuffer:
     """The newest rounds, played and rewarded, in preallocated tensors on the learner's device.
 
-    There is no "done": the value of every next state is bootstrapped. An episode only ever ends by its time limit,
-    which is no property of the state. (The paper's code treats the last step as terminal, although the agent cannot
-    see the time.) And the goal is absorbing but not terminal: a car there goes on earning the goal's reward, which
-    makes it worth R / (1 - γ). As a terminal state it would be worth one R, and since R is as a rule positive,
-    driving on for ever would be worth more.
+    There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
+    property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
+    The goal is absorbing but not terminal: a car there goes on earning its reward R, R / (1 - γ) in all. As a
+    terminal state it would be worth one R, and since R is as a rule positive, driving on for ever more.
     """
 
     def __init__(self, args: Args, device: torch.device):
@@ -280,7 +281,7 @@ class ReplayBuffer:
         self.rounds = 0  # taken in so far
 
     def add(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Take in the next round: states (T + 1, N, S), actions (T, N, A), rewards (T, N); once full, over the oldest."""
+        """Take in a round: states (T + 1, N, S), actions (T, N, A), rewards (T, N), over the oldest."""
         i = self.rounds % self.capacity
         self.states[i] = states
         self.actions[i] = actions
@@ -319,7 +320,7 @@ class SoftQNetwork(nn.Sequential):
 
 
 class Actor(nn.Sequential):
-    """Observations (N, S) -> mean and log standard deviation (N, A) of a Gaussian; its sample's tanh is the action."""
+    """Observations (N, S) -> mean and log σ (N, A) of a Gaussian; actions are its samples' tanh."""
 
     def __init__(self):
         super().__init__(
@@ -334,7 +335,7 @@ class Actor(nn.Sequential):
 def squash(
     mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A Gaussian and standard normal noise, (N, 1) each -> its sample's tanh, the actions (N, 1), and their log probabilities (N,)."""
+    """A Gaussian and standard normal noise, (N, A) each -> tanh of its sample, with log probability (N,)."""
     raw = mean + log_std.exp() * noise
     log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
     log_prob -= 2 * (
@@ -402,7 +403,10 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict[str
 def rollout(
     policy: Actor | None, noise_scale: float, envs: MountainCar, labeller: Labeller, seed: int, args: Args
 ) -> tuple:
-    """An episode in each environment, on the CPU; without a policy at random -> states (T + 1, N, S), actions (T, N, A)."""
+    """An episode in each environment, on the CPU; without a policy at random.
+
+    -> states (T + 1, N, S), actions (T, N, A)
+    """
     rng = torch.Generator().manual_seed(seed)
     obs, _ = envs.reset(seed=seed)
     states = [torch.from_numpy(obs)]
@@ -426,13 +430,13 @@ def rollout(
 
 
 def train(args: Args, labeller: Labeller) -> None:
-    """The paper's Algorithm 1, a round at a time; all chance comes from seed and round, so that --resume repeats it.
+    """The paper's Algorithm 1, by rounds; all chance comes from seed and round, so that --resume repeats it.
 
-    A round's first three phases go on at the same time; acting and learning begin with what the rounds before left:
+    A round's first three phases go on at once; acting and learning begin with what the rounds before left:
 
         act    =============          one thread: play round k with a copy of the policy
         learn  =================      this thread: update on rounds 0 to k - 1
-        label     ===============     the other threads, then this one, too: render what was played, reward the frames
+        label     ===============     other threads, then this one, too: render what was played, reward it
         report                   ===  this thread: store round k; curves, evaluation, checkpoint
     """
     device = torch.device(args.device)
@@ -441,79 +445,125 @@ def train(args: Args, labeller: Labeller) -> None:
     sac = SAC().to(device)
     optimizers = sac.optimizers(args.learning_rate)
     rb = ReplayBuffer(args, device)
-    # The run's folder: a checkpoint of these parts after each round. --resume restores them and the rounds.
-    run = Run(args, labeller, rb, policy=sac.policy, sac=sac, **optimizers)
+    parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
+    global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
 
-    while run.step < args.total_timesteps:
-        warmup = run.step < args.learning_starts
+    def checkpoint(name: str) -> None:
+        """With the rounds' files all that the rest depends on; a round that is interrupted is repeated."""
+        content = {name: part.state_dict() for name, part in parts.items()}
+        content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
+        save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
+
+    if args.resume is None:
+        checkpoint("checkpoint.pt")
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged beyond goes
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
+    started = time.perf_counter()
+
+    while global_step < args.total_timesteps:
+        warmup = global_step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, rb.rounds)).generate_state(2).tolist()
 
         # ---- Act, in a thread, with the policy as it is now.
         policy = None if warmup else deepcopy(sac.policy).cpu()
         playing = labeller.pool.submit(rollout, policy, 1.0, envs, labeller, play_seed, args)
 
-        # ---- Learn, at the same time: SAC, on the transitions of the rounds before (the first has none).
+        # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
             for _ in range(args.gradient_steps):
-                update = sac_update(sac, optimizers, rb.sample(args.batch_size), args)
-                for name, value in update.items():
-                    losses[name].append(value)
+                batch = rb.sample(args.batch_size)
+                for name, loss in sac_update(sac, optimizers, batch, args).items():
+                    losses[name].append(loss)
 
-        # ---- Label: threads have begun to render the states and to reward the frames (`Worker.label`); the rest is done here.
+        # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)
         clip_rewards, ground_truth_rewards = labels.unbind(dim=2)
         rewards = ground_truth_rewards if args.reward == "ground-truth" else clip_rewards
         rb.add(states, actions, rewards)
 
-        # ---- Report: the round's file, curves, now and then an evaluation, and a checkpoint. This counts the steps, too.
-        run.report((states, actions, rewards), labels, losses)
+        # ---- Report: curves, now and then an evaluation, whose best policy is kept, and a checkpoint.
+        save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, rewards))
+        global_step += rewards.numel()
+        means = summary(labels)
+        scalars = {f"charts/{name}": value for name, value in means.items()}
+        scalars["charts/SPS"] = rewards.numel() / (time.perf_counter() - started)
+        started = time.perf_counter()
+        for name, values in losses.items():
+            scalars[f"losses/{name}"] = torch.stack(values).mean().item()
+        bar.update(rewards.numel())
+        if rb.rounds == 1:
+            tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
+            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
+                raise UsageError("the reward is the same in every state: try another prompt or --threshold")
+        if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
+            states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
+            means = summary(labels)
+            tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
+            scalars |= {f"evaluation/{name}": value for name, value in means.items()}
+            frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[0]
+            writer.add_images("frames", frames, global_step, dataformats="NHWC")
+            earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
+            if earned > best_return:
+                best_return = earned
+                checkpoint("best.pt")
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, global_step)
+        if not all(map(math.isfinite, scalars.values())):
+            raise UsageError(f"no longer finite at step {global_step}: try a smaller --learning-rate")
+        writer.flush()
+        checkpoint("checkpoint.pt")
+        left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
+        left.unlink(missing_ok=True)
 
-    run.finish()
+    bar.close()
+    load(f"{args.run_dir}/best.pt", policy=sac.policy)
+    states, labels = evaluate(sac.policy, args.episodes, labeller, args)
+    for name, value in summary(labels).items():
+        writer.add_scalar(f"result/{name}", value, global_step + 1)  # a longer run forgets it
+    writer.close()
+    write_result(f"{args.run_dir}/result", states, labels, args)
 
 
 # ==== Nothing below belongs to the method: success, evaluation, pictures, files, and the command line.
 
 
 def ground_truth_reward(states: torch.Tensor) -> torch.Tensor:
-    """States (N, 2) -> 1.0 at the goal, else 0.0 (N,). (Gymnasium's is 100, once, less a cost of the actions.)"""
+    """States (N, 2) -> 1.0 at the goal, else 0.0 (N,). (Gymnasium's: 100, once, less the actions' cost.)"""
     return (states[:, 0] >= X_GOAL).float()
 
 
 def summary(labels: torch.Tensor) -> dict[str, float]:
     """Labels (T, N, 2) -> means over the N episodes; one succeeds if the car reaches the goal."""
-    clip_return, ground_truth_return = labels.sum(0).mean(0).tolist()
-    success_rate = labels[:, :, 1].bool().any(0).float().mean().item()
-    return {
-        "success_rate": success_rate,
-        "clip_return": clip_return,
-        "ground_truth_return": ground_truth_return,
-    }
+    success = labels[:, :, 1].bool().any(0).float().mean().item()
+    clip, truth = labels.sum(0).mean(0).tolist()
+    return {"success_rate": success, "clip_return": clip, "ground_truth_return": truth}
 
 
-def evaluate(
-    policy: nn.Module, episodes: int, labeller: Labeller, args: Args
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Play without exploration, from start states that no training sees -> states (T, N, S), labels (T, N, 2)."""
+def in_words(means: dict[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
+
+
+def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple:
+    """Play without exploration, from starts that no training sees -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, MountainCar(episodes), labeller, seed, args)
-    return states[1:], labeller.result(f"evaluate {episodes} episodes").view(args.episode_length, episodes, 2)
+    return states[1:], labeller.result("evaluate").view(args.episode_length, episodes, 2)
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
-    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode, over its steps (N, count, H, W, 3)."""
+    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode (N, count, H, W, 3)."""
     images = []
     scene = Scene(SCREEN_HEIGHT // 2, SCREEN_WIDTH // 2, args.textures, torch.device("cpu"))
-    for t in tqdm(
-        np.linspace(0, len(states) - 1, count).round().astype(int), "pictures", leave=False, disable=None
-    ):
-        frames = scene.render(states[t]).permute(0, 2, 3, 1).numpy()
-        for frame, reward in zip(frames, rewards[t]):
-            image = Image.fromarray(np.pad(frame, ((0, 24), (0, 0), (0, 0))))
+    steps = np.linspace(0, len(states) - 1, count).round().astype(int)
+    for t in tqdm(steps, "render pictures", leave=False, disable=None):
+        frames = scene.render(states[t])
+        for frame, reward in zip(F.pad(frames, (0, 0, 0, 24)).permute(0, 2, 3, 1).numpy(), rewards[t]):
+            image = Image.fromarray(frame)
             text = f"step {t + 1}   CLIP reward {reward:.3f}"
-            ImageDraw.Draw(image).text((8, len(frame) + 3), text, "white", ImageFont.load_default(14))
+            ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
 
@@ -521,17 +571,14 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
 def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
     """Print what an evaluation gave, and write path.json, .png (frames of four episodes) and .mp4 (three)."""
     result = summary(labels)
-    for name, value in result.items():
-        print(f"{name.replace('_', ' '):>20}  {value:10.3f}")
+    print(f"{labels.shape[1]} episodes: {in_words(result)}")
     result["settings"] = asdict(args)
     result["versions"] = {name: metadata.version(name) for name in ("torch", "open_clip_torch")}
     Path(f"{path}.json").write_text(json.dumps(result, indent=2))
-    columns = np.concatenate(
-        pictures(states[:, :4], labels[:, :4, 0], 8, args), axis=1
-    )  # eight frames of all four
-    iio.imwrite(f"{path}.png", np.concatenate(columns, axis=1))
-    video = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
-    iio.imwrite(f"{path}.mp4", video, plugin="pyav", codec="libx264", fps=30)
+    sheet = pictures(states[:, :4], labels[:, :4, 0], 8, args).swapaxes(1, 2)  # (4, H, 8, W, 3)
+    iio.imwrite(f"{path}.png", sheet.reshape(-1, 8 * sheet.shape[3], 3))
+    film = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
+    iio.imwrite(f"{path}.mp4", film, plugin="pyav", codec="libx264", fps=30)
     print(f"written to {path}.json, .png, .mp4")
 
 
@@ -543,9 +590,7 @@ def save(path: str, **content) -> None:
 
 def load(path: str, **parts) -> dict:
     """Read what `save` wrote, tensors and settings but no code, and restore these parts from it."""
-    if (
-        not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip()
-    ):  # PyTorch would not notice a flipped bit
+    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():  # PyTorch overlooks flipped bits
         raise UsageError(f"{path} is missing, damaged, or no checkpoint")
     content = torch.load(path, map_location="cpu", weights_only=True)
     try:
@@ -556,139 +601,48 @@ def load(path: str, **parts) -> dict:
     return content
 
 
-class Run:
-    """A training's folder: a file for each round, curves, the best policy, and after each round a checkpoint.
+def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
+    """Make a run's folder, or restore parts and buffer from it -> step, best return, the folder's lock."""
+    os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
+    lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{args.run_dir} belongs to a training that still goes on") from None
+    except OSError:
+        pass  # a file system without locks
+    if args.track:
+        import wandb
 
-    The rounds and the checkpoint's parts are all that the rest of the training depends on. A round that was
-    interrupted is repeated from its seed.
-    """
-
-    def __init__(self, args: Args, labeller: Labeller, rb: ReplayBuffer, **parts):
-        self.args = args
-        self.labeller = labeller
-        self.rb = rb
-        self.parts = parts
-        self.step = 0
-        self.best_return = -math.inf
-        os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
-        self.lock = open(f"{args.run_dir}/lock", "w")  # held to the end of the training, or of this process
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{args.run_dir} belongs to a training that is still going") from None
-        except OSError:
-            pass  # a file system without locks
-        if args.resume is not None:
-            self.restore()
-        self.save("checkpoint.pt", **parts)
-        if args.track:
-            import wandb
-
-            wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
-        self.writer = SummaryWriter(
-            args.run_dir, purge_step=self.step + 1
-        )  # what a killed run logged beyond goes
-        self.writer.add_text(
-            "settings", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items())
-        )
-        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit="step", disable=None)
-        self.started = time.perf_counter()
-
-    def restore(self) -> None:
-        checkpoint = load(f"{self.args.run_dir}/checkpoint.pt", **self.parts)
-        if (checkpoint["reward"] - self.labeller.fingerprint).norm() > 0.05:  # more than a precision makes
-            raise UsageError(
-                f"{self.args.run_dir} began with another prompt, or the reward model has changed"
-            )
-        self.step = checkpoint["step"]
-        self.best_return = checkpoint["best_return"]
-        rounds = self.step // (self.args.num_envs * self.args.episode_length)
-        self.rb.rounds = max(0, rounds - self.rb.capacity)
-        while self.rb.rounds < rounds:
-            self.rb.add(*load(f"{self.args.run_dir}/rounds/{self.rb.rounds}.pt")["round"])
-
-    def report(self, played: tuple, labels: torch.Tensor, losses: dict) -> None:
-        """The end of a round: its file, curves, progress, when it is time an evaluation, and a checkpoint."""
-        number = self.rb.rounds - 1
-        save(f"{self.args.run_dir}/rounds/{number}.pt", round=played)
-        # The file of the round that has just left the buffer stays: the last checkpoint is from before.
-        Path(f"{self.args.run_dir}/rounds/{number - self.rb.capacity - 1}.pt").unlink(missing_ok=True)
-        before = self.step
-        self.step += labels[:, :, 0].numel()
-        means = summary(labels)
-        scalars = {f"charts/{name}": value for name, value in means.items()}
-        scalars["charts/SPS"] = (self.step - before) / (time.perf_counter() - self.started)
-        self.started = time.perf_counter()
-        for name, values in losses.items():
-            scalars[f"losses/{name}"] = torch.stack(values).mean().item()
-            if not math.isfinite(scalars[f"losses/{name}"]):
-                raise UsageError(f"{name} is not finite at step {self.step}: try a smaller --learning-rate")
-        for name, value in scalars.items():
-            self.writer.add_scalar(name, value, self.step)
-        self.bar.update(self.step - before)
-        self.bar.set_description(f"clip return {means['clip_return']:.2f}")
-        if before == 0:
-            tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-        every = self.args.checkpoint_every
-        if before // every < self.step // every or self.step >= self.args.total_timesteps:
-            self.evaluate()
-        self.writer.flush()
-        self.save("checkpoint.pt", **self.parts)
-
-    def evaluate(self) -> None:
-        """Evaluate the policy as it is now, and keep it if it earned more than all before (as in the paper)."""
-        states, labels = evaluate(self.parts["policy"], self.args.num_envs, self.labeller, self.args)
-        means = summary(labels)
-        tqdm.write(f"step {self.step:,} of {self.args.total_timesteps:,}: {in_words(means)}")
-        for name, value in means.items():
-            self.writer.add_scalar(f"evaluation/{name}", value, self.step)
-        frames = pictures(states[:, :1], labels[:, :1, 0], 8, self.args)[0]
-        self.writer.add_images("frames", frames, self.step, dataformats="NHWC")
-        earned = means["ground_truth_return" if self.args.reward == "ground-truth" else "clip_return"]
-        if earned > self.best_return:
-            self.best_return = earned
-            self.save("best.pt", policy=self.parts["policy"])
-
-    def save(self, name: str, **parts) -> None:
-        content = {name: part.state_dict() for name, part in parts.items()}
-        content |= {"script": SCRIPT, "settings": asdict(self.args), "reward": self.labeller.fingerprint}
-        save(f"{self.args.run_dir}/{name}", step=self.step, best_return=self.best_return, **content)
-
-    def finish(self) -> None:
-        """The result of the best policy."""
-        self.bar.close()
-        load(f"{self.args.run_dir}/best.pt", policy=self.parts["policy"])
-        states, labels = evaluate(self.parts["policy"], self.args.episodes, self.labeller, self.args)
-        for name, value in summary(labels).items():
-            self.writer.add_scalar(f"result/{name}", value, self.step + 1)  # which --resume forgets
-        self.writer.close()
-        write_result(f"{self.args.run_dir}/result", states, labels, self.args)
-        self.lock.close()
-
-
-def in_words(means: dict[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
+        wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
+    if args.resume is None:
+        return 0, -math.inf, lock
+    kept = load(f"{args.run_dir}/checkpoint.pt", **parts)
+    if (kept["reward"] - labeller.fingerprint).norm() > 0.05:  # more than another precision makes
+        raise UsageError(f"{args.run_dir} began with another prompt or reward model")
+    rounds = kept["step"] // (args.num_envs * args.episode_length)
+    rb.rounds = max(0, rounds - rb.capacity)
+    while rb.rounds < rounds:
+        rb.add(*load(f"{args.run_dir}/rounds/{rb.rounds}.pt")["round"])
+    for k, events in enumerate(sorted(Path(args.run_dir).glob("events*"))):
+        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # before new ones, by any clock
+    return kept["step"], kept["best_return"], lock
 
 
 def read_settings() -> Args:
-    """The command line -> complete settings; with --resume or --evaluate the checkpoint's are the defaults."""
+    """The command line -> complete settings; those of a checkpoint are the defaults."""
     args = tyro.cli(Args)
     path = args.evaluate if args.resume is None else f"{args.resume}/checkpoint.pt"
     if path is not None:
         checkpoint = load(path)
         if checkpoint.get("script") != SCRIPT:
             raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
-        settings = checkpoint["settings"] | {
-            "run_dir": os.path.dirname(path) or ".",
-            "resume": None,
-            "evaluate": None,
-        }
+        settings = checkpoint["settings"] | {"resume": None, "evaluate": None}
+        settings["run_dir"] = os.path.dirname(path) or "."
         if settings["clip_model"].endswith(".py"):
-            settings["clip_model"] = (
-                tyro.MISSING
-            )  # a checkpoint runs nothing: a program has to be named again
+            settings["clip_model"] = tyro.MISSING  # a checkpoint runs nothing: a program is to be named again
         args = tyro.cli(Args, default=Args(**settings))
-    elif args.run_dir is not None and os.path.exists(args.run_dir):
+    elif os.path.exists(args.run_dir or ""):
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     if args.clip_model is None and args.reward == "ground-truth":
         args.clip_model = "tiny"
@@ -705,9 +659,7 @@ def read_settings() -> Args:
 def main() -> None:
     args = read_settings()
     torch.set_num_threads(1)  # the Labeller has a thread for each core
-    sys.setswitchinterval(
-        0.0005
-    )  # s; or a thread that holds the interpreter keeps another from its next operation
+    sys.setswitchinterval(0.0005)  # s; or other threads wait long for the interpreter between two operations
     args.describe()
     if args.prompt != Args.prompt:
         print("success rate and ground truth are of the car at the flag, whatever the prompt says")
@@ -715,20 +667,20 @@ def main() -> None:
     if args.evaluate is None:
         print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
         train(args, labeller)
-        return
-    policy = Actor()
-    load(args.evaluate, policy=policy)
-    os.makedirs(args.run_dir, exist_ok=True)
-    states, labels = evaluate(policy, args.episodes, labeller, args)
-    write_result(f"{args.run_dir}/{Path(args.evaluate).stem}_evaluation", states, labels, args)
+    else:
+        policy = Actor()
+        load(args.evaluate, policy=policy)
+        os.makedirs(args.run_dir, exist_ok=True)
+        states, labels = evaluate(policy, args.episodes, labeller, args)
+        write_result(f"{args.run_dir}/{Path(args.evaluate).stem}_evaluation", states, labels, args)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (UsageError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (UsageError, OSError, torch.OutOfMemoryError) as error:
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+        os._exit(2)  # without waiting for the threads
     except KeyboardInterrupt:
         print("interrupted; a training goes on with --resume and its folder", file=sys.stderr, flush=True)
-        os._exit(130)  # without waiting for the threads
+        os._exit(130)
