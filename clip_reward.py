@@ -31,9 +31,6 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 TINY = f"local-dir:{HERE / 'tiny_clip'}"  # the bundled model, see tiny_clip/README.md
 Texts = str | Sequence[str]
-ELSEWHERE = (
-    "choose another --clip-model, a local file (ViT-B-32//path/to/weights.pt), or the bundled one (tiny)"
-)
 
 
 class UsageError(ValueError):
@@ -50,7 +47,7 @@ def goal_baseline_reward(
 
     With s, g, b the unit embeddings of frame, goal and baseline and d = (g - b) / ‖g - b‖,
 
-        R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,  L: the line through b and g,  proj_L(s) = g + d dᵀ(s - g).
+        R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,   proj_L(s) = g + d dᵀ(s - g),   L the line through b, g.
 
     The vector inside the norm is α·d dᵀ(s - g) + (1 - α)(s - g): its part along d has length |dᵀ(s - g)| for
     any α, the part across is shrunk by 1 - α. Hence the closed form that is computed here:
@@ -87,8 +84,8 @@ class CLIPReward(torch.nn.Module):
 
     Args:
         clip_model: `NAME/TAG`, `NAME//path/to/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
-        prompts, baseline_prompts: one text or several; g and b are the means of their unit embeddings, as in the
-            paper's code (so with several goals R is the cosine with their mean plus a constant, at α = 0).
+        prompts, baseline_prompts: one text or several; g and b are the means of their unit embeddings, as in
+            the paper's code (so R at α = 0 is the cosine with the goals' mean plus a constant).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
         batch_size, precision: frames encoded at once, in `fp32` or `bf16`; rewards are float32 all the same.
         negative_prompts: what else there might be to see; with them α and baseline do not count.
@@ -105,21 +102,16 @@ class CLIPReward(torch.nn.Module):
         import open_clip
 
         super().__init__()
-        prompts, baseline_prompts, negative_prompts = (
-            [texts] if isinstance(texts, str) else list(texts)
-            for texts in (prompts, baseline_prompts, negative_prompts)
-        )
+        lists = (prompts, baseline_prompts, negative_prompts)
+        lists = ([texts] if isinstance(texts, str) else list(texts) for texts in lists)
+        prompts, baseline_prompts, negative_prompts = lists
         texts = prompts + baseline_prompts + negative_prompts
         if not 0 <= alpha <= 1 or not 0 <= (threshold or 0) <= 1:
-            raise UsageError(
-                f"α and the threshold must lie between 0 and 1; they are {alpha} and {threshold}"
-            )
+            raise UsageError(f"α and threshold must lie between 0 and 1; they are {alpha} and {threshold}")
         if not 0 < (1 if temperature is None else temperature) < math.inf:
             raise UsageError(f"the temperature must be above 0 and finite, not {temperature}")
         if (temperature or threshold) is not None and not negative_prompts:
-            raise UsageError(
-                "temperature and threshold belong to the contrastive reward: give a negative prompt"
-            )
+            raise UsageError("temperature and threshold need a contrastive reward: give a negative prompt")
         if not prompts or not all(text.strip() for text in texts):
             raise UsageError("a prompt is empty: say in a few words what there is to see")
         if alpha > 0 and not baseline_prompts + negative_prompts:
@@ -128,12 +120,8 @@ class CLIPReward(torch.nn.Module):
             read = re.findall(r"\w+", (HERE / "tiny_clip" / "captions.csv").read_text().lower())
             unknown = sorted(set(re.findall(r"\w+", " ".join(texts).lower())) - set(read))
             if unknown:
-                tqdm.write(
-                    f"words that tiny has never read, and that mean nothing to it: {', '.join(unknown)}"
-                )
-        logging.disable(
-            logging.ERROR
-        )  # open_clip and the hub log each failure several times: one line is enough
+                tqdm.write(f"tiny has never read these words, which mean nothing to it: {', '.join(unknown)}")
+        logging.disable(logging.ERROR)  # open_clip and the hub log a failure several times; one line will do
         try:
             name, how = find_clip_model(clip_model)
             tokenizer = open_clip.get_tokenizer(name)
@@ -144,41 +132,28 @@ class CLIPReward(torch.nn.Module):
             model = open_clip.create_model_from_pretrained(name, **how)
         except UsageError:
             raise
-        except (
-            Exception
-        ) as error:  # a file or download may be wrong in any way; each library has its own errors
-            raise UsageError(
-                f"cannot load {clip_model} as a CLIP model ({one_line(error)}); {ELSEWHERE}"
-            ) from error
+        except Exception as error:  # files and downloads fail in many ways, in each library's own words
+            line = f"cannot load {clip_model} ({one_line(error)}): take another --clip-model, a file, or tiny"
+            raise UsageError(line) from error
         finally:
             logging.disable(logging.NOTSET)
         self.model = model.to(device).eval().requires_grad_(False)
-        self.model.visual.to(
-            memory_format=torch.channels_last
-        )  # convolutional towers run up to twice as fast
-        self.alpha, self.threshold = alpha, threshold
-        self.batch_size, self.device = batch_size, torch.device(device)
+        self.model.visual.to(memory_format=torch.channels_last)  # convolutions are up to twice as fast
+        self.alpha = alpha
+        self.threshold = threshold
+        self.batch_size = batch_size
+        self.device = torch.device(device)
         self.input_dtype = open_clip.get_input_dtype(precision) or torch.float32
 
         cfg = self.model.visual.preprocess_cfg  # the model's own, never constants of ours
-        self.size = (
-            (cfg["size"],) * 2 if isinstance(cfg["size"], int) else tuple(cfg["size"])
-        )  # height, width
+        size = cfg["size"]
+        self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width
         self.interpolation = "bicubic" if cfg["interpolation"] == "random" else cfg["interpolation"]
         self.mean = torch.tensor(cfg["mean"], device=device).view(3, 1, 1) * 255
         self.std = torch.tensor(cfg["std"], device=device).view(3, 1, 1) * 255
 
-        try:
-            self.embed(torch.zeros(1, 3, *self.size, dtype=torch.uint8))
-            self.goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)  # (D,)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError) as error:  # as CoCa's text encoder in bf16
-            advice = "try --precision fp32" if precision != "fp32" else ELSEWHERE
-            raise UsageError(
-                f"{clip_model} does not work in {precision}: {one_line(error)}; {advice}"
-            ) from error
-        self.fingerprint = self.goal.cpu()  # tells whether a run goes on with the reward that it began with
+        self.goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)  # (D,)
+        self.fingerprint = self.goal.cpu()  # does a run go on with the reward that it began with?
         self.baseline = self.goal
         if baseline_prompts:
             self.baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0)
@@ -186,9 +161,7 @@ class CLIPReward(torch.nn.Module):
         if negative_prompts:
             self.negatives = self.embed_text(tokenizer(negative_prompts).to(device))  # (K, D)
         elif alpha > 0 and torch.allclose(self.goal, self.baseline, atol=1e-5):
-            raise UsageError(
-                "goal and baseline prompt mean the same to this model: no line runs through both"
-            )
+            raise UsageError("goal and baseline prompt mean the same to this model: there is no line")
         self.temperature = temperature or 1 / self.model.logit_scale.exp().item()
 
     @torch.no_grad()
@@ -200,16 +173,15 @@ class CLIPReward(torch.nn.Module):
     def embed(self, frames: torch.Tensor) -> torch.Tensor:
         """Frames (N, 3, H, W) uint8 -> unit embeddings (N, D) float32.
 
-        Frames of another size than the model's are squashed, antialiased as where CLIP models are trained. (The
-        paper's code shrank them without, which changes the rewards; the scripts render at the model's size.)
+        Frames of another size than the model's are squashed, antialiased as where CLIP models are trained.
+        (The paper's code did not, which changes the rewards; the scripts render at the model's size.)
         """
         frames = frames.to(self.device)
         if frames.shape[-2:] != self.size:
             from torchvision.transforms import InterpolationMode, functional
 
-            frames = functional.resize(
-                frames, self.size, InterpolationMode(self.interpolation), antialias=True
-            )
+            mode = InterpolationMode(self.interpolation)
+            frames = functional.resize(frames, self.size, mode, antialias=True)
         pixels = (frames.float() - self.mean) / self.std
         pixels = pixels.to(self.input_dtype, memory_format=torch.channels_last)
         return F.normalize(self.model.encode_image(pixels).float(), dim=-1)
@@ -235,27 +207,17 @@ class RewardArgs:
 
     prompt: tuple[str, ...] = ()  # the goal; several sentences are averaged
     baseline_prompt: tuple[str, ...] = ()  # what the scene looks like in general
-    goal_baseline_alpha: float = (
-        0.5  # α of the regularization: 0 plain cosine, 1 only what lies along baseline-goal
-    )
+    goal_baseline_alpha: float = 0.5  # α: 0 plain cosine, 1 only what lies along baseline-goal
     # NAME/TAG, NAME//FILE (OpenAI's: NAME-quickgelu//FILE), hf-hub:ORG/NAME, local-dir:FOLDER, tiny, or a
     # reward program, FILE.py (default: tiny on a CPU, the paper's ViT-bigG-14/laion2b_s39b_b160k on a GPU)
     clip_model: str | None = None
     clip_batch_size: int = 128  # frames rendered and rewarded at once
-    precision: Literal["fp32", "bf16"] | None = (
-        None  # of the CLIP model (default: bf16 where the hardware has it)
-    )
-    device: Literal["cpu", "cuda"] | None = (
-        None  # cuda is every GPU in sight (default: cuda where there is one)
-    )
+    precision: Literal["fp32", "bf16"] | None = None  # of the model (default: bf16 where the hardware has it)
+    device: Literal["cpu", "cuda"] | None = None  # cuda: every GPU in sight (default: where there is one)
     ray_workers: int = 0  # more workers, on the Ray cluster that RAY_ADDRESS names or on this machine
-    negative_prompt: tuple[
-        str, ...
-    ] = ()  # a contrastive reward: what else might be seen (Baumli et al., 2023)
+    negative_prompt: tuple[str, ...] = ()  # contrastive reward: what else might be seen (Baumli et al., 2023)
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
-    threshold: float | None = (
-        None  # contrastive: β, above which the reward is 1, else 0 (default: the probability)
-    )
+    threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: none)
 
     def complete(self) -> None:
         """Fill in what is None, and refuse what cannot be, of the script's own settings, too (UsageError)."""
@@ -273,26 +235,22 @@ class RewardArgs:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("PyTorch sees no CUDA GPU here: --device cpu")
         self.precision = self.precision or native_precision(self.device)
-        self.clip_model = self.clip_model or (
-            "tiny" if self.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k"
-        )
-        # A file or folder by its whole path: Ray's workers run in another folder.
-        head, path = re.fullmatch(r"(local-dir:|[^/:.]+/|)(.*)", self.clip_model).groups()
-        if os.path.exists(path) and (head or path.endswith(".py")):
-            self.clip_model = head + os.path.abspath(path)
+        if self.clip_model is None:
+            self.clip_model = "tiny" if self.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k"
+        # Files by their whole paths: Ray's workers run in another folder.
+        kind, path = re.fullmatch(r"(local-dir:|(?!.*\.py$)[\w.-]+/|)(.*)", self.clip_model).groups()
+        if os.path.exists(path) and (kind or path.endswith(".py")):
+            self.clip_model = kind + os.path.abspath(path)
 
     def describe(self) -> None:
         """Print who rewards what."""
         if self.clip_model.endswith(".py"):
             print(f"reward program {self.clip_model}; the prompt is not used")
-            return
-        print(
-            f"CLIP model {self.clip_model} in {self.precision} on {self.device}; prompt: {', '.join(self.prompt)}"
-        )
+        else:
+            print(f"CLIP model {self.clip_model} in {self.precision} on {self.device}")
+            print(f"prompt {', '.join(self.prompt)}")
         if self.clip_model == "tiny":
-            print(
-                "tiny was trained on the very scenes that are rendered here: no evidence of zero-shot ability"
-            )
+            print("tiny was trained on the very scenes rendered here: no evidence of zero-shot ability")
 
 
 def make_reward(args: RewardArgs, device: torch.device):
@@ -316,8 +274,8 @@ class Labeller:
 
     A worker renders states and rewards the frames on one device: `Worker(args, device)` has a `reward_model`,
     and `label` takes states (N, …) to labels (N, 2), reward and ground-truth reward. On a CPU there is one a
-    core, each on one thread, which is faster than PyTorch's own threads; they share the weights. `cuda` is every
-    GPU in sight. `args.ray_workers` more are Ray actors.
+    core, on one thread, which is faster than PyTorch's own threads; they share the weights. `cuda` is every
+    GPU. `args.ray_workers` more are Ray actors.
     """
 
     def __init__(self, Worker: type, args: RewardArgs):
@@ -384,10 +342,8 @@ class RayWorker:
 
         if not ray.is_initialized():
             needed = ("tiny_clip", "code_reward")
-            others = [
-                f"/{path.name}" for path in HERE.iterdir() if path.suffix != ".py" and path.name not in needed
-            ]
-            code = {"working_dir": str(HERE), "excludes": others}
+            others = [p for p in HERE.iterdir() if p.suffix != ".py" and p.name not in needed]
+            code = {"working_dir": str(HERE), "excludes": [f"/{path.name}" for path in others]}
             ray.init(runtime_env=code, include_dashboard=False, log_to_driver=False, logging_level="error")
         kind = "GPU" if device.type == "cuda" else "CPU"
         if ray.cluster_resources().get(kind, 0) < args.ray_workers:  # the others would wait for ever
@@ -407,7 +363,7 @@ class RayWorker:
 
 
 def native_precision(device: str | torch.device) -> str:
-    """`bf16` where GPU or x86 processor have instructions for it (two to three times as fast), else `fp32`."""
+    """`bf16` where the GPU or x86 processor has instructions for it (2 to 3 times as fast), else `fp32`."""
     if torch.device(device).type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
     capabilities = torch.cpu.get_capabilities()
@@ -432,28 +388,21 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
 
     name, _, pretrained = clip_model.partition("/")
     if name not in open_clip.list_models():
-        if os.path.exists(clip_model):
-            raise UsageError(
-                f"for a file write NAME/{clip_model}, for a model's folder local-dir:{clip_model}"
-            )
-        close = " or ".join(difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0.3))
-        raise UsageError(
-            f"unknown CLIP model {name!r}, did you mean {close}? NAME/TAG, hf-hub:ORG/NAME or tiny"
-        )
+        close = difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0.3)
+        how = "NAME/TAG, NAME/FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
+        raise UsageError(f"unknown CLIP model {name!r}, did you mean {' or '.join(close)}? Write {how}")
     cfg = open_clip.get_pretrained_cfg(name, pretrained)
     if cfg:
         repo, file = os.path.split(cfg["hf_hub"])
         file = file or "open_clip_pytorch_model.bin"  # or, where there is one, its .safetensors sibling
         files = (file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
         if not any(isinstance(huggingface_hub.try_to_load_from_cache(repo, name), str) for name in files):
-            huggingface_hub.HfApi().model_info(
-                repo, timeout=10
-            )  # fails at once; open_clip tries for a minute
+            huggingface_hub.HfApi().model_info(repo, timeout=10)  # fails soon; open_clip tries for a minute
         return name, {"pretrained": pretrained, "force_quick_gelu": cfg.get("quick_gelu", False)}
     tags = open_clip.list_pretrained_tags_by_model(name)
     if not os.path.isfile(pretrained):
-        close = " or ".join(difflib.get_close_matches(pretrained, tags, cutoff=0) or ["/path/to/weights.pt"])
-        raise UsageError(f"{name} has no weights file or tag {pretrained!r}, did you mean {close}?")
+        close = difflib.get_close_matches(pretrained, tags, cutoff=0) or ["/path/to/weights.pt"]
+        raise UsageError(f"{name} has no weights {pretrained!r}, did you mean {' or '.join(close)}?")
     return name, {"pretrained": pretrained} | about_file(name, pretrained, tags)
 
 
@@ -464,13 +413,9 @@ def about_file(name: str, path: str, tags: list[str]) -> dict:
     cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
     wanted = [{f"image_{key}": cfg[key] for key in ("mean", "std", "interpolation")} for cfg in cfgs]
     if f"{name}-quickgelu" in open_clip.list_models():
-        print(
-            f"{path} is computed with GELU; if it was trained with QuickGELU, write {name}-quickgelu/{path}"
-        )
+        print(f"{path} is computed with GELU; for weights made with QuickGELU write {name}-quickgelu/{path}")
     if not wanted or any(other != wanted[0] for other in wanted):
-        print(
-            f"{path}: pixels are normalized as OpenAI's (published weights of {name} do not say, or disagree)"
-        )
+        print(f"{path}: pixels are normalized as OpenAI's (weights of {name} do not say, or disagree)")
         return {}
     return wanted[0]
 
@@ -478,9 +423,7 @@ def about_file(name: str, path: str, tags: list[str]) -> dict:
 def check_length(text: str, tokenizer) -> None:
     """Refuse a text that the tokenizer would cut: with twice the room it must not come out longer."""
     room = tokenizer.context_length
-    padding = tokenizer([""], context_length=2 * room)[
-        0, -2
-    ]  # (the last of some models' tokens is a class token)
+    padding = tokenizer([""], context_length=2 * room)[0, -2]  # (the last may be a class token)
     length, full_length = ((tokenizer([text], context_length=n) != padding).sum() for n in (room, 2 * room))
     if full_length > length:
         raise UsageError(f'too long for this model, which reads {room} tokens: "{text[:60]}…"')

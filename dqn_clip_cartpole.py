@@ -40,13 +40,9 @@ SCRIPT = Path(__file__).stem
 class Args(RewardArgs):
     """Teach CartPole with a sentence: DQN on a CLIP model's reward (in brackets: the paper's values)."""
 
-    prompt: tuple[str, ...] = (
-        "pole vertically upright on top of the cart",
-    )  # the goal; several are averaged
+    prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)  # the goal
     baseline_prompt: tuple[str, ...] = ("pole and cart",)  # what the scene looks like in general
-    reward: Literal["clip", "ground-truth"] = (
-        "clip"  # ground-truth, for reference: 1 within CartPole-v1's limits
-    )
+    reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth, for reference: 1 in v1's limits
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int | None = None  # of all environments (default: 64,000 with tiny, else 3,000,000)
     num_envs: int = 16  # environments side by side
@@ -97,20 +93,16 @@ class CartPole(CartPoleVectorEnv):
 # ---- Rendering and labelling
 
 # Gymnasium's frame, in whose pixels the scene is described: 125 a metre, the axle at (300 + 125 x,
-# 107.5) from the lower left, cart 50 x 30, pole 10 x 125; below half of these, and half a pixel of its filling.
+# 107.5) from the lower left, cart 50 x 30, pole 10 x 125; below half of that, and half a pixel of filling.
 SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400
-COLORS = (
-    (255, 255, 255),
-    (202, 152, 101),
-    (129, 132, 203),
-)  # background, pole, axle; cart and track are black
+COLORS = ((255, 255, 255), (202, 152, 101), (129, 132, 203))  # background, pole, axle; the rest is black
 
 
 def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) -> torch.Tensor:
     """Share of a pixel, `pixel` wide, covered by a part of half width `half` that is `position` away."""
-    return ((position + pixel / 2).clamp(max=half) - (position - pixel / 2).clamp(min=-half)).clamp(
-        min=0
-    ) / pixel
+    left = (position - pixel / 2).clamp(min=-half)
+    right = (position + pixel / 2).clamp(max=half)
+    return (right - left).clamp(min=0) / pixel
 
 
 def render(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -128,9 +120,8 @@ def render(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
     # Share of each pixel that a part covers.
     cart = overlap(dx, 25.5, pixel_x) * overlap(dy + 7.5, 15.5, pixel_y)
     track = overlap(dy + 7.5, 0.5, pixel_y)
-    axle = ((5.5 - (dx.square() + dy.square()).sqrt()) / math.sqrt(pixel_x * pixel_y) + 0.5).clamp(
-        0, 1
-    )  # soft edge
+    inside = 5.5 - (dx.square() + dy.square()).sqrt()
+    axle = (inside / math.sqrt(pixel_x * pixel_y) + 0.5).clamp(0, 1)  # its edge is one pixel soft
     sin, cos = theta.sin(), theta.cos()
     across = cos * dx - sin * dy  # in the pole's frame, from its middle
     along = sin * dx + cos * dy - 57.5
@@ -141,9 +132,8 @@ def render(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
     # What is seen of it: the track over the axle, over the pole, over the cart. Black adds nothing.
     white = (1 - track) * (1 - axle) * (1 - pole) * (1 - cart)
     shares = (white, (1 - track) * (1 - axle) * pole, (1 - track) * axle)  # each (N, height - top, width)
-    pixels = torch.stack(
-        [sum(level * share for level, share in zip(levels, shares)) for levels in zip(*COLORS)], dim=1
-    )
+    channels = [sum(level * share for level, share in zip(levels, shares)) for levels in zip(*COLORS)]
+    pixels = torch.stack(channels, dim=1)
     frames = torch.full((len(states), 3, height, width), 255, dtype=torch.uint8, device=states.device)
     frames[:, :, top:] = pixels.round().to(torch.uint8)
     return frames
@@ -177,14 +167,10 @@ class ReplayBuffer:
     """
 
     def __init__(self, args: Args, device: torch.device):
-        self.capacity = math.ceil(
-            min(args.buffer_size, args.total_timesteps) / (args.episode_length * args.num_envs)
-        )
-        shape = (self.capacity, args.episode_length, args.num_envs)  # rounds, T, N
-        # Step t leads from state t to state t + 1.
-        self.states = torch.zeros(
-            self.capacity, args.episode_length + 1, args.num_envs, STATE_SIZE, device=device
-        )
+        steps, num_envs = args.episode_length, args.num_envs
+        self.capacity = math.ceil(min(args.buffer_size, args.total_timesteps) / (steps * num_envs))  # rounds
+        shape = (self.capacity, steps, num_envs)
+        self.states = torch.zeros(self.capacity, steps + 1, num_envs, STATE_SIZE, device=device)
         self.actions = torch.zeros(shape, dtype=torch.int64, device=device)
         self.rewards = torch.zeros(shape, device=device)
         self.rounds = 0  # taken in so far
@@ -259,7 +245,7 @@ def rollout(
         actions.append(torch.where(explore, random_actions, policy(states[-1]).argmax(dim=1)))
         obs, _, _, _, _ = envs.step(actions[-1].numpy())
         states.append(torch.from_numpy(obs))
-        labeller.add(states[-1])  # the state after each step is rendered and rewarded by other threads
+        labeller.add(states[-1])  # the state after each step: other threads reward it
     return torch.stack(states), torch.stack(actions)
 
 
@@ -283,8 +269,7 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer}  # of a checkpoint
     global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
 
-    def checkpoint(name: str) -> None:
-        """With the rounds' files all that the rest depends on; a round that is interrupted is repeated."""
+    def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
@@ -335,7 +320,7 @@ def train(args: Args, labeller: Labeller) -> None:
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
-                raise UsageError("the reward is the same in every state: try another prompt or --threshold")
+                raise UsageError("the reward is the same in all states: try another prompt or --threshold")
         if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
             states, labels = evaluate(target_network, args.num_envs, labeller, args)
             means = summary(labels)
@@ -350,7 +335,7 @@ def train(args: Args, labeller: Labeller) -> None:
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
         if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"no longer finite at step {global_step}: try a smaller --learning-rate")
+            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         writer.flush()
         checkpoint("checkpoint.pt")
         left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
@@ -440,7 +425,7 @@ def load(path: str, **parts) -> dict:
 
 
 def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
-    """Make a run's folder, or restore parts and buffer from it -> step, best return, the folder's lock."""
+    """Make the run's folder, or restore parts and buffer from it -> step, best return, lock."""
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
     lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
     try:

@@ -46,55 +46,50 @@ SCRIPT = Path(__file__).stem
 # warp and mujoco_warp are imported where they are used: they take seconds, and --help needs neither.
 
 
+Task = Literal[
+    "kneeling", "lotus-position", "standing-up", "arms-raised", "doing-splits", "hands-on-hips", "arms-crossed",
+    "standing-on-one-leg"
+]  # fmt: skip
+
+
 @dataclass
 class Args(RewardArgs):
     """Teach a humanoid with a sentence: SAC on a CLIP model's reward (in brackets: the values of --paper)."""
 
     prompt: tuple[str, ...] | None = None  # the goal; several are averaged (default: that of --task)
-    # Whose success is measured, and never learned from: kneeling, lotus-position, standing-up, arms-raised,
-    # doing-splits, hands-on-hips, arms-crossed, standing-on-one-leg (default: that of the prompt, or none;
-    # without a prompt kneeling)
-    task: str | None = None
+    task: Task | None = (
+        None  # whose success is measured (default: the prompt's, or none; without one kneeling)
+    )
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # what the scene looks like in general
     goal_baseline_alpha: float = (
-        0.0  # α of goal-baseline regularization: 0 (plain cosine, as in Table 1) to 1
+        0.0  # α: 0 plain cosine (as in Table 1), 1 only what lies along baseline-goal
     )
-    textures: Literal["realistic", "original"] = (
-        "realistic"  # plastic and metal under the sky, or Gymnasium's
-    )
-    camera: Literal["fixed", "original"] = (
-        "fixed"  # the paper's, in front of the robot, or Gymnasium's, following
-    )
+    textures: Literal["realistic", "original"] = "realistic"  # plastic and metal, or Gymnasium's
+    camera: Literal["fixed", "original"] = "fixed"  # the paper's, or Gymnasium's, which follows the robot
     supersample: int = 1  # N: N x N rays a pixel of what CLIP sees (pictures and video: always 2)
 
-    paper: bool = False  # the values in brackets below, for what is not given itself
-    seed: int = 1  # of the weights, the start states and the exploration
-    total_timesteps: int | None = (
-        None  # of all environments (default: 128,000 with tiny or a program) (10,000,000)
-    )
+    paper: bool = False  # the values in brackets below, where no other is given
+    seed: int = 1  # of weights, start states and exploration
+    total_timesteps: int | None = None  # of all environments (default: 128,000 with tiny) (10,000,000)
     num_envs: int = 16  # environments side by side (32)
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round (100)
-    policy_frequency: int = 2  # updates of the critics per update of the actor (1)
-    learning_starts: int = 6_400  # rounds that begin before this step are random, without learning (50,000)
+    policy_frequency: int = 2  # updates of the critics for each of the actor (1)
+    learning_starts: int = 6_400  # rounds that begin before this step are random, nothing is learned (50,000)
     learning_rate: float = 6e-4  # of Adam, for actor, critics and entropy coefficient
-    anneal_lr: bool = True  # learning rates fall to 0 (not)
-    buffer_size: int = (
-        1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default, as in the paper)
-    )
+    anneal_lr: bool = True  # it falls to 0 (not)
+    buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default)
     gamma: float = 0.98  # discount factor: looks some 50 steps ahead, half an episode (0.95: some 20)
-    n_step: int = (
-        3  # n of the n-step return: rewards summed before the critics' value stands for the rest (1)
-    )
-    tau: float = 0.005  # how far, at each update, targets follow the critics, and the mean actor the actor
+    n_step: int = 3  # rewards summed before the critics' value stands for the rest (1)
+    tau: float = 0.005  # how far targets follow the critics, and the mean actor the actor, at each update
     batch_size: int = 256  # transitions per update (512)
     ent_coef: float = (
         0.03  # weight of the entropy at first; then tuned to an entropy of -17, -1 a motor (1.0)
     )
-    log_std_min: float = -5.0  # a floor of the exploration: the least log σ of the actor (-20)
-    noise_correlation: float = 0.9  # of the exploration noise from one step to the next; 0 is SAC's own (0)
+    log_std_min: float = -5.0  # least log σ of the actor, a floor for exploration (-20)
+    noise_correlation: float = 0.9  # of the exploration noise from step to step; 0 is SAC's own (0)
     full_obs: bool = False  # observe all that Gymnasium can (so)
-    normalize_obs: bool = True  # by the mean and variance of all observations (not)
+    normalize_obs: bool = True  # by the mean and variance of all so far (not)
     standardize_rewards: bool = True  # by the mean and deviation of all in the replay buffer (not)
     layer_norm: bool = True  # in the critics (not)
     act_with_mean: bool = True  # the running mean of the actor's weights acts (not)
@@ -150,9 +145,7 @@ COLORS = {  # of the realistic look's parts, by the ends of their names
 def scene_model(textures: str) -> mujoco.MjModel:
     """Gymnasium's humanoid, dressed as `textures` says, with the paper's camera, "fixed", beside its own."""
     spec = mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml"))
-    spec.option.solver = (
-        mujoco.mjtSolver.mjSOL_NEWTON
-    )  # mujoco_warp has no PGS; nothing is solved here anyway
+    spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON  # mujoco_warp has no PGS, and nothing is solved here
     sin, cos, distance = math.sin(math.radians(-10)), math.cos(math.radians(-10)), 3.5
     # It looks at (0, 0, 1), 10° down.
     camera = spec.worldbody.add_camera(name="fixed", pos=[distance * cos, 0, 1 - distance * sin])
@@ -163,21 +156,17 @@ def scene_model(textures: str) -> mujoco.MjModel:
 
     sky = next(texture for texture in spec.textures if texture.type == mujoco.mjtTexture.mjTEXTURE_SKYBOX)
     sky.rgb1, sky.rgb2 = [0.18, 0.44, 0.78], [1, 1, 1]  # overhead and underfoot; between them the horizon
-    tiles, floor = (
-        spec.texture("texplane"),
-        spec.material("MatPlane"),
-    )  # calm: a chessboard would be most of what a model sees
-    tiles.builtin, tiles.mark = mujoco.mjtBuiltin.mjBUILTIN_FLAT, mujoco.mjtMark.mjMARK_EDGE
+    tiles = spec.texture("texplane")  # calm: a chessboard would be most of what a model sees
+    tiles.builtin = mujoco.mjtBuiltin.mjBUILTIN_FLAT
+    tiles.mark = mujoco.mjtMark.mjMARK_EDGE
     tiles.rgb1, tiles.markrgb = [0.62, 0.6, 0.57], [0.44, 0.42, 0.4]
+    floor = spec.material("MatPlane")
     floor.texrepeat, floor.specular, floor.reflectance = [20, 20], 0, 0
     head = spec.body("torso")
-    head.add_geom(
-        name="visor", type=mujoco.mjtGeom.mjGEOM_ELLIPSOID, pos=[0.055, 0, 0.2], size=[0.045, 0.075, 0.04]
-    )
+    ellipsoid, sphere = mujoco.mjtGeom.mjGEOM_ELLIPSOID, mujoco.mjtGeom.mjGEOM_SPHERE
+    head.add_geom(name="visor", type=ellipsoid, pos=[0.055, 0, 0.2], size=[0.045, 0.075, 0.04])
     for y in (-0.03, 0.03):
-        head.add_geom(
-            name=f"eye{y}", type=mujoco.mjtGeom.mjGEOM_SPHERE, pos=[0.09, y, 0.2], size=[0.016, 0, 0]
-        )
+        head.add_geom(name=f"eye{y}", type=sphere, pos=[0.09, y, 0.2], size=[0.016, 0, 0])
     for geom in spec.geoms:
         name = next((part for part in COLORS if geom.name.endswith(part)), None)
         color = COLORS[name] if name else "#181c24" if geom.name == "visor" else "#5adcff"
@@ -192,14 +181,13 @@ def scene_model(textures: str) -> mujoco.MjModel:
 
 
 # Where the parts of the body are: the middle of a geom, or the joint where a body begins (shin: the knee).
-GEOM_POINTS = {"head": "head", "seat": "butt"} | {
-    f"{s}_{p}": f"{s}_{p}" for s in ("right", "left") for p in ("hand", "foot")
-}
-BODY_POINTS = {"hip": "thigh", "knee": "shin", "shoulder": "upper_arm", "elbow": "lower_arm"}
-BODY_POINTS = {
-    f"{side}_{point}": f"{side}_{body}" for side in ("right", "left") for point, body in BODY_POINTS.items()
-}
-
+GEOM_POINTS = {"head": "head", "seat": "butt"}
+BODY_POINTS = {}
+for side in ("right", "left"):
+    GEOM_POINTS |= {f"{side}_{point}": f"{side}_{point}" for point in ("hand", "foot")}
+    begin_at = {"hip": "thigh", "knee": "shin", "shoulder": "upper_arm", "elbow": "lower_arm"}
+    BODY_POINTS |= {f"{side}_{point}": f"{side}_{body}" for point, body in begin_at.items()}
+Points = dict[str, torch.Tensor]  # where they are: name -> (N, 3), m
 
 WARP = Lock()  # what Warp launches goes to one device, the same for all threads
 
@@ -211,20 +199,12 @@ class Scene:
     """
 
     def __init__(
-        self,
-        height: int,
-        width: int,
-        textures: str,
-        camera: str,
-        supersample: int,
-        batch_size: int,
-        device: torch.device,
-    ):
+        self, height: int, width: int, textures: str, camera: str, supersample: int, batch_size: int,
+        device: torch.device
+    ):  # fmt: skip
         import warp as wp
 
-        wp.config.log_level = (
-            wp.LOG_WARNING
-        )  # or it reports each kernel that it compiles or finds in its cache
+        wp.config.log_level = wp.LOG_WARNING  # or it reports each kernel that it compiles or finds
         import mujoco_warp
 
         self.height = height
@@ -247,12 +227,10 @@ class Scene:
             render_rgb=True, render_depth=False, render_seg=False, render_skybox=True, use_shadows=True,
             samples_per_pixel=supersample, enable_emission=False, enable_per_light_ambient=False
         )  # fmt: skip
-        self.render(
-            torch.zeros(1, POSE_SIZE)
-        )  # compiles or loads the kernels: not a thing for several threads
+        self.render(torch.zeros(1, POSE_SIZE))  # compiles or loads the kernels, while there is one thread
 
-    def render(self, poses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Poses (N, 24) -> frames (N, 3, height, width) uint8, and by name points of the body (N, 3), m."""
+    def render(self, poses: torch.Tensor) -> tuple[torch.Tensor, Points]:
+        """Poses (N, 24) -> frames (N, 3, height, width) uint8, and where the points of the body are."""
         import mujoco_warp
         import warp as wp
 
@@ -268,16 +246,10 @@ class Scene:
                 wp.set_device(self.warp_device)
                 mujoco_warp.kinematics(self.model, self.data)  # where bodies and geoms are
                 mujoco_warp.com_pos(self.model, self.data)
-                mujoco_warp.camlight(
-                    self.model, self.data
-                )  # where lights and cameras hang, by the centres of mass
-                mujoco_warp.refit_bvh(
-                    self.model, self.data, self.context
-                )  # the boxes that rays are tested with
+                mujoco_warp.camlight(self.model, self.data)  # where lights and cameras hang
+                mujoco_warp.refit_bvh(self.model, self.data, self.context)  # boxes that rays are tested with
                 mujoco_warp.render(self.model, self.data, self.context)
-            pixels = wp.to_torch(self.context.rgb_data)[:n].view(
-                torch.uint8
-            )  # a view: blue, green, red, alpha
+            pixels = wp.to_torch(self.context.rgb_data)[:n].view(torch.uint8)  # blue, green, red, alpha
             frames[i] = torch.stack(pixels.view(n, self.height, self.width, 4).unbind(-1)[2::-1], dim=1)
             points[i, : len(self.geoms)] = wp.to_torch(self.data.geom_xpos)[:n, self.geoms]
             points[i, len(self.geoms) :] = wp.to_torch(self.data.xpos)[:n, self.bodies]
@@ -315,14 +287,10 @@ class ReplayBuffer:
     """
 
     def __init__(self, state_size: int, args: Args, device: torch.device):
-        self.capacity = math.ceil(
-            min(args.buffer_size, args.total_timesteps) / (args.episode_length * args.num_envs)
-        )
-        shape = (self.capacity, args.episode_length, args.num_envs)  # rounds, T, N
-        # Step t leads from state t to state t + 1.
-        self.states = torch.zeros(
-            self.capacity, args.episode_length + 1, args.num_envs, state_size, device=device
-        )
+        steps, num_envs = args.episode_length, args.num_envs
+        self.capacity = math.ceil(min(args.buffer_size, args.total_timesteps) / (steps * num_envs))  # rounds
+        shape = (self.capacity, steps, num_envs)
+        self.states = torch.zeros(self.capacity, steps + 1, num_envs, state_size, device=device)
         self.actions = torch.zeros(*shape, ACTION_SIZE, device=device)
         self.rewards = torch.zeros(shape, device=device)
         self.rounds = 0  # taken in so far
@@ -368,15 +336,10 @@ class Normalize(nn.Module):
     def update(self, values: torch.Tensor) -> None:
         """Take in values (N, size)."""
         values = values.double()  # in single precision the variance of what hardly varies is lost to rounding
-        share, delta = (
-            len(values) / (self.count + len(values)),
-            values.mean(0) - self.mean,
-        )  # Chan et al.'s parallel variance
-        self.var.copy_(
-            (1 - share) * self.var
-            + share * values.var(0, correction=0)
-            + share * (1 - share) * delta.square()
-        )
+        share = len(values) / (self.count + len(values))
+        delta = values.mean(0) - self.mean
+        within = (1 - share) * self.var + share * values.var(0, correction=0)
+        self.var.copy_(within + share * (1 - share) * delta.square())  # Chan et al.'s parallel variance
         self.mean.add_(share * delta)
         self.count.add_(len(values))
 
@@ -399,16 +362,13 @@ class SoftQNetwork(nn.Sequential):
 
 
 class Actor(nn.Sequential):
-    """Normalized observations (N, O) -> mean and log σ (N, 17) of a Gaussian; actions are its samples' tanh."""
+    """Normalized observations (N, O) -> mean and log σ (N, 17) of a Gaussian; actions are samples' tanh."""
 
     def __init__(self, obs_size: int, args: Args):
         super().__init__(
-            nn.Linear(obs_size, 256),
-            nn.ReLU(),
-            nn.Linear(256, 256),
-            nn.ReLU(),
-            nn.Linear(256, 2 * ACTION_SIZE),
-        )
+            nn.Linear(obs_size, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
+            nn.Linear(256, 2 * ACTION_SIZE)
+        )  # fmt: skip
         self.log_std_min = args.log_std_min
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -416,15 +376,11 @@ class Actor(nn.Sequential):
         return mean, log_std.clamp(self.log_std_min, 2)
 
 
-def squash(
-    mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def squash(mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor) -> tuple:
     """A Gaussian and standard normal noise, (N, 17) each -> tanh of its sample, with log probability (N,)."""
     raw = mean + log_std.exp() * noise
     log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    log_prob -= 2 * (
-        math.log(2) - raw - F.softplus(-2 * raw)
-    )  # log of tanh's slope, 1 - tanh², without underflow
+    log_prob -= 2 * (math.log(2) - raw - F.softplus(-2 * raw))  # log of tanh's slope, without underflow
     return raw.tanh(), log_prob.sum(1)
 
 
@@ -442,9 +398,8 @@ class SAC(nn.Module):
         self.qf1_target = deepcopy(self.qf1)
         self.qf2_target = deepcopy(self.qf2)
         self.log_ent_coef = nn.Parameter(torch.tensor(math.log(args.ent_coef)))
-        self.policy = nn.Sequential(
-            self.obs_norm, self.mean_actor if args.act_with_mean else self.actor
-        )  # what acts
+        actor = self.mean_actor if args.act_with_mean else self.actor
+        self.policy = nn.Sequential(self.obs_norm, actor)  # what acts
 
     def optimizers(self, learning_rate: float) -> dict[str, torch.optim.Adam]:
         groups = {"q": [*self.qf1.parameters(), *self.qf2.parameters()], "actor": [*self.actor.parameters()]}
@@ -455,18 +410,14 @@ class SAC(nn.Module):
         }
 
 
-def sac_update(
-    sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, args: Args
-) -> dict[str, torch.Tensor]:
+def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, args: Args) -> dict:
     """One update by a batch of transitions -> what to log."""
     states, next_states, actions, rewards = batch
     obs = sac.obs_norm(states[:, 2:])
     next_obs = sac.obs_norm(next_states[:, 2:])
     ent_coef = sac.log_ent_coef.detach().exp()
     n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
-    with (
-        torch.no_grad()
-    ):  # every last state bootstraps: see ReplayBuffer; the steps before it earn no entropy
+    with torch.no_grad():  # every last state bootstraps: see ReplayBuffer; steps before it earn no entropy
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
         next_q = torch.min(sac.qf1_target(next_obs, next_actions), sac.qf2_target(next_obs, next_actions))
         td_target = n_step_return + args.gamma**args.n_step * (next_q - ent_coef * next_log_prob)
@@ -485,9 +436,7 @@ def sac_update(
         actor_loss.backward(inputs=[*sac.actor.parameters()])  # the critics need no gradient of it
         optimizers["actor_optimizer"].step()
 
-        entropy_gap = -(
-            log_prob.detach() - ACTION_SIZE
-        ).mean()  # how far the entropy is above its target, -17
+        entropy_gap = -(log_prob.detach() - ACTION_SIZE).mean()  # how far the entropy is above -17
         ent_coef_loss = sac.log_ent_coef.exp() * entropy_gap
         optimizers["ent_coef_optimizer"].zero_grad()
         ent_coef_loss.backward()
@@ -507,13 +456,9 @@ def sac_update(
 
 @torch.no_grad()
 def rollout(
-    policy: nn.Module | None,
-    noise_scale: float,
-    envs: gymnasium.vector.VectorEnv,
-    labeller: Labeller,
-    seed: int,
-    args: Args,
-) -> tuple:
+    policy: nn.Module | None, noise_scale: float, envs: gymnasium.vector.VectorEnv, labeller: Labeller,
+    seed: int, args: Args
+) -> tuple:  # fmt: skip
     """An episode in each environment, on the CPU; without a policy at random.
 
     -> states (T + 1, N, S), actions (T, N, 17)
@@ -530,15 +475,11 @@ def rollout(
         if policy:
             action, _ = squash(*policy(states[-1][:, 2:]), noise_scale * noise)
         else:
-            action = torch.erf(
-                noise / math.sqrt(2)
-            )  # the normal's own distribution function: uniform in [-1, 1]
+            action = torch.erf(noise / math.sqrt(2))  # the normal's distribution: uniform in [-1, 1]
         actions.append(action)
         obs, _, _, _, _ = envs.step(MAX_CTRL * action.numpy())
         states.append(torch.from_numpy(obs).float())
-        labeller.add(
-            states[-1][:, :POSE_SIZE]
-        )  # the pose after each step is rendered and rewarded by other threads
+        labeller.add(states[-1][:, :POSE_SIZE])  # the pose after each step: other threads reward it
     return torch.stack(states), torch.stack(actions)
 
 
@@ -562,8 +503,7 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
     global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
 
-    def checkpoint(name: str) -> None:
-        """With the rounds' files all that the rest depends on; a round that is interrupted is repeated."""
+    def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
@@ -585,10 +525,9 @@ def train(args: Args, labeller: Labeller) -> None:
         # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         if args.anneal_lr:
+            learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
             for optimizer in optimizers.values():
-                optimizer.param_groups[0]["lr"] = args.learning_rate * (
-                    1 - global_step / args.total_timesteps
-                )
+                optimizer.param_groups[0]["lr"] = learning_rate
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
             for i in range(args.gradient_steps):
@@ -618,7 +557,7 @@ def train(args: Args, labeller: Labeller) -> None:
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
-                raise UsageError("the reward is the same in every state: try another prompt or --threshold")
+                raise UsageError("the reward is the same in all states: try another prompt or --threshold")
         if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
             states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
             means = summary(labels)
@@ -633,7 +572,7 @@ def train(args: Args, labeller: Labeller) -> None:
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
         if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"no longer finite at step {global_step}: try a smaller --learning-rate")
+            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         writer.flush()
         checkpoint("checkpoint.pt")
         left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
@@ -658,79 +597,74 @@ SEAT, KNEE, FOOT = 0.09, 0.049, 0.075  # radii, m: so high is the middle of a pa
 TOUCH = 0.04  # m above the floor that pass for touching it
 
 
-def tilt(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def tilt(p: Points) -> torch.Tensor:
     """Angle between the trunk, from the seat to the head, and the vertical (N,), degrees: upright is 0."""
     return torch.rad2deg(torch.acos(F.normalize(p["head"] - p["seat"], dim=-1)[..., 2].clamp(-1, 1)))
 
 
-def bend(
-    p: dict[str, torch.Tensor], side: str, limb: tuple[str, str, str] = ("hip", "knee", "foot")
-) -> torch.Tensor:
+def bend(p: Points, side: str, limb: tuple[str, str, str] = ("hip", "knee", "foot")) -> torch.Tensor:
     """How far a knee, or another limb's middle joint, is bent (N,), degrees: a straight leg is 0."""
     upper, lower = (F.normalize(p[f"{side}_{b}"] - p[f"{side}_{a}"], dim=-1) for a, b in zip(limb, limb[1:]))
     return torch.rad2deg(torch.acos((upper * lower).sum(-1).clamp(-1, 1)))
 
 
-def spread(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def spread(p: Points) -> torch.Tensor:
     """Angle between the legs, from hips to feet, seen from above (N,), degrees."""
-    right, left = (
-        F.normalize((p[f"{side}_foot"] - p[f"{side}_hip"])[..., :2], dim=-1) for side in ("right", "left")
-    )
+    legs = ((p[f"{side}_foot"] - p[f"{side}_hip"])[..., :2] for side in ("right", "left"))
+    right, left = (F.normalize(leg, dim=-1) for leg in legs)
     return torch.rad2deg(torch.acos((right * left).sum(-1).clamp(-1, 1)))
 
 
-def leftwards(p: dict[str, torch.Tensor], part: str) -> torch.Tensor:
+def leftwards(p: Points, part: str) -> torch.Tensor:
     """How far a part is to the robot's left of its seat (N,), m."""
     left = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1)
     return ((p[part] - p["seat"]) * left).sum(-1)
 
 
-def forwards(p: dict[str, torch.Tensor], part: str) -> torch.Tensor:
+def forwards(p: Points, part: str) -> torch.Tensor:
     """How far a part is in front of the seat, as the trunk sees it (N,), m."""
-    left, up = (
-        F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1),
-        F.normalize(p["head"] - p["seat"], dim=-1),
-    )
+    left = F.normalize(p["left_shoulder"] - p["right_shoulder"], dim=-1)
+    up = F.normalize(p["head"] - p["seat"], dim=-1)
     return ((p[part] - p["seat"]) * F.normalize(torch.linalg.cross(left, up), dim=-1)).sum(-1)
 
 
-def on_floor(p: dict[str, torch.Tensor], part: str, radius: float, tolerance: float = TOUCH) -> torch.Tensor:
+def on_floor(p: Points, part: str, radius: float, tolerance: float = TOUCH) -> torch.Tensor:
     """Do both of the knees or feet touch the floor? (N,) bool."""
     return torch.maximum(p[f"right_{part}"][..., 2], p[f"left_{part}"][..., 2]) <= radius + tolerance
 
 
-def kneeling(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def kneeling(p: Points) -> torch.Tensor:
     """Both knees on the floor, in balance (possible to 50° back), not sitting lower than on the heels."""
     return on_floor(p, "knee", KNEE) & (tilt(p) <= 60) & (p["seat"][..., 2] > SEAT + 2 * FOOT)
 
 
-def lotus_position(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def lotus_position(p: Points) -> torch.Tensor:
     """Seated on the floor or crossed feet, both knees on it and outside the hips, the feet between them."""
     seated = (p["seat"][..., 2] <= SEAT + 2 * FOOT) & (tilt(p) <= 45)
     wide, together = ((p[f"left_{part}"] - p[f"right_{part}"]).norm(dim=-1) for part in ("knee", "foot"))
     return seated & on_floor(p, "knee", KNEE, 2 * TOUCH) & (wide >= 0.5) & (together <= wide - 0.2)
 
 
-def standing_up(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def standing_up(p: Points) -> torch.Tensor:
     """On at least one foot, the trunk within 30° of upright, the head at four fifths of its full 1.48 m."""
     feet = torch.minimum(p["right_foot"][..., 2], p["left_foot"][..., 2])
     return (feet <= FOOT + TOUCH) & (tilt(p) <= 30) & (p["head"][..., 2] >= 1.2)
 
 
-def arms_raised(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def arms_raised(p: Points) -> torch.Tensor:
     """Standing, both hands above the middle of the head."""
     hands = torch.minimum(p["right_hand"][..., 2], p["left_hand"][..., 2])
     return standing_up(p) & (hands >= p["head"][..., 2])
 
 
-def doing_splits(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def doing_splits(p: Points) -> torch.Tensor:
     """Seat and feet on the floor, the legs straight within 30°, 90° or more between them (120° at most)."""
     down = (p["seat"][..., 2] <= SEAT + 2 * TOUCH) & on_floor(p, "foot", FOOT, 2 * TOUCH)
     straight = torch.maximum(bend(p, "right"), bend(p, "left")) <= 30
     return down & straight & (spread(p) >= 90) & (tilt(p) <= 60)
 
 
-def hands_on_hips(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def hands_on_hips(p: Points) -> torch.Tensor:
     """Standing, each hand within 20 cm of its hip joint (the hip is 9 cm thick, the hand 4), both elbows bent
     by 40° or more: arms that merely hang down come as close."""
     far = torch.maximum(*((p[f"{side}_hand"] - p[f"{side}_hip"]).norm(dim=-1) for side in ("right", "left")))
@@ -738,7 +672,7 @@ def hands_on_hips(p: dict[str, torch.Tensor]) -> torch.Tensor:
     return standing_up(p) & (far <= 0.2) & (bent >= 40)
 
 
-def arms_crossed(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def arms_crossed(p: Points) -> torch.Tensor:
     """Standing, each hand at least 5 cm beyond the middle, before the trunk between seat and shoulders."""
     beyond = torch.minimum(leftwards(p, "right_hand"), -leftwards(p, "left_hand")) >= 0.05
     front = torch.minimum(forwards(p, "right_hand"), forwards(p, "left_hand")) > 0
@@ -748,7 +682,7 @@ def arms_crossed(p: dict[str, torch.Tensor]) -> torch.Tensor:
     return standing_up(p) & beyond & front & above & below
 
 
-def standing_on_one_leg(p: dict[str, torch.Tensor]) -> torch.Tensor:
+def standing_on_one_leg(p: Points) -> torch.Tensor:
     """Standing with exactly one foot on the floor, the other at least 10 cm above it."""
     return standing_up(p) & (torch.maximum(p["right_foot"][..., 2], p["left_foot"][..., 2]) >= FOOT + 0.1)
 
@@ -837,7 +771,7 @@ def load(path: str, **parts) -> dict:
 
 
 def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
-    """Make a run's folder, or restore parts and buffer from it -> step, best return, the folder's lock."""
+    """Make the run's folder, or restore parts and buffer from it -> step, best return, lock."""
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
     lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
     try:
@@ -881,15 +815,10 @@ def read_settings() -> Args:
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     elif args.paper:
         args = tyro.cli(Args, default=replace(args, **PAPER))
-    if args.task not in (None, *TASKS):
-        raise UsageError(f"no task {args.task}: there are {', '.join(TASKS)}")
     if args.prompt is None:
         args.prompt = (TASKS[args.task or "kneeling"][0],)
-    args.task = args.task or next(
-        (task for task, (prompt, _) in TASKS.items() if args.prompt == (prompt,)), None
-    )
-    if args.ent_coef == 0 or args.n_step > args.episode_length:
-        raise UsageError("--ent-coef must be above 0, and --n-step no more than --episode-length")
+    by_prompt = {(prompt,): task for task, (prompt, _) in TASKS.items()}
+    args.task = args.task or by_prompt.get(tuple(args.prompt))
     args.complete()
     if args.total_timesteps is None:
         args.total_timesteps = 128_000 if args.clip_model.endswith(("tiny", ".py")) else 10_000_000

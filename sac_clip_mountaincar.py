@@ -105,9 +105,7 @@ class MountainCar:
         moved = (x + speed).clip(X_MIN, X_MAX)
         speed = np.where((moved == X_MIN) & (speed < 0), 0, speed)  # the wall on the left
         self.state = np.where(x[:, None] >= X_GOAL, self.state, np.stack([moved, speed], axis=1))
-        no = np.zeros(
-            self.num_envs, dtype=bool
-        )  # no state is terminal, the goal neither: the episode goes on
+        no = np.zeros(self.num_envs, dtype=bool)  # no state is terminal, the goal neither
         return self.state.astype(np.float32), no.astype(np.float32), no, no, {}
 
 
@@ -137,9 +135,9 @@ CAR = {
 
 def overlap(position: torch.Tensor, half: float, pixel: torch.Tensor | float) -> torch.Tensor:
     """Share of a pixel, `pixel` wide, covered by a part of half width `half` that is `position` away."""
-    return ((position + pixel / 2).clamp(max=half) - (position - pixel / 2).clamp(min=-half)).clamp(
-        min=0
-    ) / pixel
+    left = (position - pixel / 2).clamp(min=-half)
+    right = (position + pixel / 2).clamp(max=half)
+    return (right - left).clamp(min=0) / pixel
 
 
 def ground(x: torch.Tensor) -> torch.Tensor:
@@ -165,25 +163,19 @@ def paint_background(textures: str, detail: int = 3) -> Image.Image:
         pen.polygon([at(*flag, up=50), at(*flag, up=40), at(*flag, 25, 45)], (204, 204, 0))
         return image
     for row in range(height):  # the sky, paler towards the horizon
+        color = (60 + 130 * row // height, 126 + 94 * row // height, 206 + 40 * row // height)
         pen.line(
             [(0, row), (width, row)],
-            (60 + 130 * row // height, 126 + 94 * row // height, 206 + 40 * row // height),
-        )
-    for color, low, high in (
-        ((128, 148, 184), 0.55, 0.9),
-        ((78, 108, 112), 0.35, 0.65),
-    ):  # two ranges far away
-        pen.polygon(
-            [(0, height), *(at(X_MIN + 0.15 * k, (low, high)[k % 2]) for k in range(13)), (width, height)],
             color,
         )
+    for color, heights in (((128, 148, 184), (0.55, 0.9)), ((78, 108, 112), (0.35, 0.65))):  # ranges far away
+        peaks = [at(X_MIN + 0.15 * k, heights[k % 2]) for k in range(13)]
+        pen.polygon([(0, height), *peaks, (width, height)], color)
     pen.polygon([(0, height), *(at(*place) for place in hills), (width, height)], (92, 80, 72))  # rock ...
-    pen.line(
-        [at(*place, up=-8) for place in hills], (74, 125, 50), 16 * detail, "curve"
-    )  # ... under grass and, above, snow
-    pen.line(
-        [at(*place, up=-10) for place in hills if place[1] > 0.85], (235, 240, 250), 22 * detail, "curve"
-    )
+    grass = [at(*place, up=-8) for place in hills]  # ... under grass and, above, snow
+    pen.line(grass, (74, 125, 50), 16 * detail, "curve")
+    snow = [at(*place, up=-10) for place in hills if place[1] > 0.85]
+    pen.line(snow, (235, 240, 250), 22 * detail, "curve")
     pen.line([at(*flag, up=-4), at(*flag, up=64)], (60, 50, 40), 3 * detail)
     pen.polygon([at(*flag, *corner) for corner in ((1, 64), (45, 60), (45, 38), (1, 42))], (255, 214, 0))
     return image
@@ -205,9 +197,8 @@ class Scene:
         x = states[:, 0, None, None].float().to(self.device)  # (N, 1, 1)
         sin = (3 * x).cos().sin()  # it leans as in Gymnasium ...
         cos = (3 * x).cos().cos()
-        y = (
-            SCREEN_HEIGHT - SCALE * ground(x) - (10.5 if self.textures == "original" else 0)
-        )  # ... whose car hovers
+        hover = 10.5 if self.textures == "original" else 0  # ... whose car hovers
+        y = SCREEN_HEIGHT - SCALE * ground(x) - hover
         x = SCALE * (x - X_MIN)  # the car's place, from the upper left corner: x, y
         pixel_x = SCREEN_WIDTH / self.width
         pixel_y = SCREEN_HEIGHT / self.height
@@ -268,14 +259,10 @@ class ReplayBuffer:
     """
 
     def __init__(self, args: Args, device: torch.device):
-        self.capacity = math.ceil(
-            min(args.buffer_size, args.total_timesteps) / (args.episode_length * args.num_envs)
-        )
-        shape = (self.capacity, args.episode_length, args.num_envs)  # rounds, T, N
-        # Step t leads from state t to state t + 1.
-        self.states = torch.zeros(
-            self.capacity, args.episode_length + 1, args.num_envs, STATE_SIZE, device=device
-        )
+        steps, num_envs = args.episode_length, args.num_envs
+        self.capacity = math.ceil(min(args.buffer_size, args.total_timesteps) / (steps * num_envs))  # rounds
+        shape = (self.capacity, steps, num_envs)
+        self.states = torch.zeros(self.capacity, steps + 1, num_envs, STATE_SIZE, device=device)
         self.actions = torch.zeros(*shape, ACTION_SIZE, device=device)
         self.rewards = torch.zeros(shape, device=device)
         self.rounds = 0  # taken in so far
@@ -302,9 +289,8 @@ class ReplayBuffer:
 
 def normalize(obs: torch.Tensor) -> torch.Tensor:
     """Observations (N, S) -> the same with x and speed, whose ranges differ thirteenfold, in [-1, 1]."""
-    return torch.stack(
-        [(obs[:, 0] - (X_MIN + X_MAX) / 2) / ((X_MAX - X_MIN) / 2), obs[:, 1] / MAX_SPEED], dim=1
-    )
+    x = (obs[:, 0] - (X_MIN + X_MAX) / 2) / ((X_MAX - X_MIN) / 2)
+    return torch.stack([x, obs[:, 1] / MAX_SPEED], dim=1)
 
 
 class SoftQNetwork(nn.Sequential):
@@ -324,23 +310,20 @@ class Actor(nn.Sequential):
 
     def __init__(self):
         super().__init__(
-            nn.Linear(STATE_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2 * ACTION_SIZE)
-        )
+            nn.Linear(STATE_SIZE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
+            nn.Linear(64, 2 * ACTION_SIZE)
+        )  # fmt: skip
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean, log_std = super().forward(normalize(obs)).split(ACTION_SIZE, dim=1)
         return mean, log_std.clamp(-5, 2)
 
 
-def squash(
-    mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def squash(mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor) -> tuple:
     """A Gaussian and standard normal noise, (N, A) each -> tanh of its sample, with log probability (N,)."""
     raw = mean + log_std.exp() * noise
     log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    log_prob -= 2 * (
-        math.log(2) - raw - F.softplus(-2 * raw)
-    )  # log of tanh's slope, 1 - tanh², without underflow
+    log_prob -= 2 * (math.log(2) - raw - F.softplus(-2 * raw))  # log of tanh's slope, without underflow
     return raw.tanh(), log_prob.sum(1)
 
 
@@ -363,7 +346,7 @@ class SAC(nn.Module):
         }
 
 
-def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict[str, torch.Tensor]:
+def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
     """One update by a batch of transitions -> what to log."""
     obs, next_obs, actions, rewards = batch
     with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
@@ -419,13 +402,11 @@ def rollout(
         if policy:
             action, _ = squash(*policy(states[-1]), noise_scale * noise)
         else:
-            action = torch.erf(
-                noise / math.sqrt(2)
-            )  # the normal's own distribution function: uniform in [-1, 1]
+            action = torch.erf(noise / math.sqrt(2))  # the normal's distribution: uniform in [-1, 1]
         actions.append(action)
         obs, _, _, _, _ = envs.step(action.numpy())
         states.append(torch.from_numpy(obs))
-        labeller.add(states[-1])  # the state after each step is rendered and rewarded by other threads
+        labeller.add(states[-1])  # the state after each step: other threads reward it
     return torch.stack(states), torch.stack(actions)
 
 
@@ -448,8 +429,7 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
     global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
 
-    def checkpoint(name: str) -> None:
-        """With the rounds' files all that the rest depends on; a round that is interrupted is repeated."""
+    def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
@@ -497,7 +477,7 @@ def train(args: Args, labeller: Labeller) -> None:
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
-                raise UsageError("the reward is the same in every state: try another prompt or --threshold")
+                raise UsageError("the reward is the same in all states: try another prompt or --threshold")
         if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
             states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
             means = summary(labels)
@@ -512,7 +492,7 @@ def train(args: Args, labeller: Labeller) -> None:
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
         if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"no longer finite at step {global_step}: try a smaller --learning-rate")
+            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         writer.flush()
         checkpoint("checkpoint.pt")
         left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
@@ -602,7 +582,7 @@ def load(path: str, **parts) -> dict:
 
 
 def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
-    """Make a run's folder, or restore parts and buffer from it -> step, best return, the folder's lock."""
+    """Make the run's folder, or restore parts and buffer from it -> step, best return, lock."""
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
     lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
     try:
