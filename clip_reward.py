@@ -1,9 +1,9 @@
 """A CLIP model as a reward function: how well does a frame show what a sentence says?
 
 The one module that the scripts share: the reward of "Vision-Language Models are Zero-Shot Reward Models for
-Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921), Eq. 2 and Definition 1; that of
-"Vision-Language Models as a Source of Rewards" (Baumli et al., 2023, arXiv 2312.09187), which asks which of
-several sentences fits; the settings of both; and the `Labeller`, which has many frames rewarded at once.
+Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921); that of "Vision-Language Models as a
+Source of Rewards" (Baumli et al., 2023, arXiv 2312.09187), which asks which of several sentences fits; their
+settings; and the `Labeller`, which has many frames rewarded at once.
 
     reward = CLIPReward("ViT-B-32/openai", "pole vertically upright on top of the cart", "pole and cart", 0.5)
     reward(frames)  # (N, 3, H, W) uint8 -> (N,) float32
@@ -12,12 +12,12 @@ several sentences fits; the settings of both; and the `Labeller`, which has many
 import difflib
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
@@ -108,8 +108,8 @@ class CLIPReward(torch.nn.Module):
         texts = prompts + baseline_prompts + negative_prompts
         if not 0 <= alpha <= 1 or not 0 <= (threshold or 0) <= 1:
             raise UsageError(f"α and threshold must lie between 0 and 1; they are {alpha} and {threshold}")
-        if not 0 < (1 if temperature is None else temperature) < math.inf:
-            raise UsageError(f"the temperature must be above 0 and finite, not {temperature}")
+        if temperature is not None and not temperature > 0:
+            raise UsageError(f"the temperature must be above 0, not {temperature}")
         if (temperature or threshold) is not None and not negative_prompts:
             raise UsageError("temperature and threshold need a contrastive reward: give a negative prompt")
         if not prompts or not all(text.strip() for text in texts):
@@ -231,6 +231,9 @@ class RewardArgs:
                 raise UsageError(f"{flag} must lie between 0 and 1, not {value}")
             if name.endswith("prompt") and sum(len(text.split()) == 1 for text in value) > 1:
                 raise UsageError(f"{flag} takes sentences, not words: put quotes around each")
+        for package, wanted in {"ray": self.ray_workers, "wandb": getattr(self, "track", False)}.items():
+            if wanted and find_spec(package) is None:
+                raise UsageError(f"{package} is not installed here: pip install {package}")
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("PyTorch sees no CUDA GPU here: --device cpu")
@@ -370,6 +373,14 @@ def native_precision(device: str | torch.device) -> str:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
+def check_hub(repo: str, *files: str) -> None:
+    """Fail soon where a repository is neither in the cache nor within reach: downloads try for a minute."""
+    import huggingface_hub
+
+    if not any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
+        huggingface_hub.HfApi().model_info(repo, timeout=10)
+
+
 def find_clip_model(clip_model: str) -> tuple[str, dict]:
     """What open_clip calls the model, and what else it must be told: weights, activation, pixels."""
     import huggingface_hub
@@ -380,6 +391,7 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
         kind, _, place = clip_model.partition(":")
         config = f"{place}/open_clip_config.json"
         if kind == "hf-hub":
+            check_hub(place, "open_clip_config.json")
             config = huggingface_hub.hf_hub_download(place, "open_clip_config.json")
         text_cfg = json.loads(Path(config).read_text())["model_cfg"]["text_cfg"]
         if text_cfg.get("tokenizer_kwargs", {}).get("trust_remote_code"):
@@ -391,13 +403,14 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
         close = difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0.3)
         how = "NAME/TAG, NAME/FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
         raise UsageError(f"unknown CLIP model {name!r}, did you mean {' or '.join(close)}? Write {how}")
+    tokenizer = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
+    if tokenizer:
+        check_hub(tokenizer, "tokenizer_config.json")
     cfg = open_clip.get_pretrained_cfg(name, pretrained)
     if cfg:
         repo, file = os.path.split(cfg["hf_hub"])
         file = file or "open_clip_pytorch_model.bin"  # or, where there is one, its .safetensors sibling
-        files = (file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
-        if not any(isinstance(huggingface_hub.try_to_load_from_cache(repo, name), str) for name in files):
-            huggingface_hub.HfApi().model_info(repo, timeout=10)  # fails soon; open_clip tries for a minute
+        check_hub(repo, file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
         return name, {"pretrained": pretrained, "force_quick_gelu": cfg.get("quick_gelu", False)}
     tags = open_clip.list_pretrained_tags_by_model(name)
     if not os.path.isfile(pretrained):

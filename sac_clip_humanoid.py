@@ -47,8 +47,8 @@ SCRIPT = Path(__file__).stem
 
 
 Task = Literal[
-    "kneeling", "lotus-position", "standing-up", "arms-raised", "doing-splits", "hands-on-hips", "arms-crossed",
-    "standing-on-one-leg"
+    "kneeling", "lotus-position", "standing-up", "arms-raised", "doing-splits", "hands-on-hips",
+    "arms-crossed", "standing-on-one-leg"
 ]  # fmt: skip
 
 
@@ -510,6 +510,10 @@ def train(args: Args, labeller: Labeller) -> None:
 
     if args.resume is None:
         checkpoint("checkpoint.pt")
+    if args.track:
+        import wandb
+
+        wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
     writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged beyond goes
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
     started = time.perf_counter()
@@ -584,7 +588,7 @@ def train(args: Args, labeller: Labeller) -> None:
     for name, value in summary(labels).items():
         writer.add_scalar(f"result/{name}", value, global_step + 1)  # a longer run forgets it
     writer.close()
-    write_result(f"{args.run_dir}/result", states, labels, args)
+    write_result(Path(args.run_dir, "result"), states, labels, args)
 
 
 # ==== Nothing below belongs to the method: success, evaluation, pictures, files, and the command line.
@@ -713,7 +717,7 @@ def in_words(means: dict[str, float]) -> str:
 
 
 def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple:
-    """Play without exploration, from starts that no training sees -> states (T, N, S), labels (T, N, 2)."""
+    """Play without exploration, from starts of its own -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, make_envs(episodes, args), labeller, seed, args)
     return states[1:], labeller.result("evaluate").view(args.episode_length, episodes, 2)
@@ -734,7 +738,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
 
 
-def write_result(path: str, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
+def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
     """Print what an evaluation gave, and write path.json, .png (frames of four episodes) and .mp4 (three)."""
     result = summary(labels)
     print(f"{labels.shape[1]} episodes: {in_words(result)}")
@@ -758,7 +762,7 @@ def save(path: str, **content) -> None:
 
 
 def load(path: str, **parts) -> dict:
-    """Read what `save` wrote, tensors and settings but no code, and restore these parts from it."""
+    """Read what `save` wrote, tensors and settings but no code, into these parts."""
     if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():  # PyTorch overlooks flipped bits
         raise UsageError(f"{path} is missing, damaged, or no checkpoint")
     content = torch.load(path, map_location="cpu", weights_only=True)
@@ -780,10 +784,6 @@ def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tupl
         raise UsageError(f"{args.run_dir} belongs to a training that still goes on") from None
     except OSError:
         pass  # a file system without locks
-    if args.track:
-        import wandb
-
-        wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
     if args.resume is None:
         return 0, -math.inf, lock
     kept = load(f"{args.run_dir}/checkpoint.pt", **parts)
@@ -842,9 +842,10 @@ def main() -> None:
     else:
         policy = SAC(make_envs(1, args).single_observation_space.shape[0], args).policy
         load(args.evaluate, policy=policy)
+        path = Path(args.run_dir, f"{Path(args.evaluate).stem}_evaluation")
         os.makedirs(args.run_dir, exist_ok=True)
-        states, labels = evaluate(policy, args.episodes, labeller, args)
-        write_result(f"{args.run_dir}/{Path(args.evaluate).stem}_evaluation", states, labels, args)
+        Path(f"{path}.json").touch()  # can it be written to?
+        write_result(path, *evaluate(policy, args.episodes, labeller, args), args)
 
 
 if __name__ == "__main__":

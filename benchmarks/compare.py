@@ -1,49 +1,48 @@
-"""Steps per second of each script beside plain Stable-Baselines3, with the same CLIP model in the same precision.
+"""Steps per second of each script beside plain Stable-Baselines3, with the same CLIP model and precision.
 
     pip install stable-baselines3
-    python benchmarks/compare.py
+    python -m benchmarks.compare
 
-The plain ones are what a first implementation is: one Gymnasium environment, its own frames (the humanoid's 480x480 by EGL), and
-Stable-Baselines3's SAC or DQN as it comes, scored either at every step, by a reward wrapper, or at the end of each episode. In a
-third one, scored at every step, networks, batches and updates per step are the script's. All run in turns, each alone on the machine.
-All counts leave out what comes before learning; the script's is its own `charts/SPS`.
+The plain ones are what a first implementation is: one Gymnasium environment, its own frames (the humanoid's
+480x480 by EGL), and Stable-Baselines3's SAC or DQN as it comes, scored either at every step, by a reward
+wrapper, or at the end of each episode. In a third one, scored at every step, networks, batches and updates
+per step are the script's. All run in turns, each alone on the machine. All counts leave out what comes before
+learning, and evaluations; the script's is its own `charts/SPS`.
 """
 
+import importlib
 import os
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 
-import gymnasium  # noqa: E402
-import torch  # noqa: E402
-import tyro  # noqa: E402
-from stable_baselines3 import DQN, SAC  # noqa: E402
-from stable_baselines3.common.callbacks import BaseCallback  # noqa: E402
-from throughput import model_and_note, run_loop  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import gymnasium
+import torch
+import tyro
+from stable_baselines3 import DQN, SAC
+from stable_baselines3.common.callbacks import BaseCallback
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from clip_reward import CLIPReward, native_precision  # noqa: E402
+from benchmarks.throughput import Script, model_and_note, run_loop
+from clip_reward import CLIPReward, native_precision
 
-# script: algorithm, Gymnasium's environment and its options, steps of an episode; the script's updates per step, layers and batches
-SCRIPTS = {
-    "dqn_clip_cartpole": (DQN, "CartPole-v1", {}, 200, 200 / 3200, [256, 256], 128),
-    "sac_clip_mountaincar": (SAC, "MountainCarContinuous-v0", {}, 200, 200 / 3200, [64, 64], 256),
-    "sac_clip_humanoid": (SAC, "Humanoid-v5", {"terminate_when_unhealthy": False}, 100, 300 / 3200, [256, 256], 256),
+# Of each script: the algorithm, Gymnasium's environment and its options, the layers of its own networks.
+PLAIN = {
+    "dqn_clip_cartpole": (DQN, "CartPole-v1", {}, [256, 256]),
+    "sac_clip_mountaincar": (SAC, "MountainCarContinuous-v0", {}, [64, 64]),
+    "sac_clip_humanoid": (SAC, "Humanoid-v5", {"terminate_when_unhealthy": False}, [256, 256]),
 }
-PLAIN = ("every step", "end of episode", "every step, the script's updates")
+KINDS = ("every step", "end of episode", "every step, the script's updates")
 
 
 @dataclass
 class Args:
     """Time the scripts and the plain trainings in turns."""
 
-    scripts: tuple[str, ...] = tuple(SCRIPTS)
+    scripts: tuple[Script, ...] = Script.__args__
     """which of the scripts"""
     clip_model: str = "tiny"
     """of all: tiny, NAME/TAG, or an architecture of open_clip without a tag, which gets random weights"""
@@ -54,36 +53,41 @@ class Args:
     repetitions: int = 5
     """runs of each"""
     rounds: int = 4
-    """measured learning rounds of 3,200 steps of a run of the script"""
+    """measured rounds of a run of the script"""
     plain_episodes: int = 3
-    """measured learning episodes of a run of the plain ones"""
+    """measured episodes of a run of the plain ones"""
 
 
 class CLIPWrapper(gymnasium.Wrapper):
-    """No episode ends early, and the reward of a step is CLIP's for the frame after it, at once; without a model the frames are kept."""
+    """No episode ends early, and CLIP rewards each step by the frame after it; without a model it is kept."""
 
     def __init__(self, env: gymnasium.Env, reward_model: CLIPReward | None):
         super().__init__(env)
-        self.reward_model, self.frames = reward_model, []
+        self.reward_model = reward_model
+        self.frames = []
 
     def step(self, action):
         obs, _, _, truncated, info = self.env.step(action)
         frame = torch.from_numpy(self.env.render().copy()).permute(2, 0, 1)
         if self.reward_model is None:
             self.frames.append(frame)
-        reward = self.reward_model(frame[None]).item() if self.reward_model else 0.0
-        return obs, reward, False, truncated, info
+            return obs, 0.0, False, truncated, info
+        return obs, self.reward_model(frame[None]).item(), False, truncated, info
 
 
 class ScoreEpisodes(BaseCallback):
-    """At the end of an episode CLIP scores the frames that were kept, and the rewards in the replay buffer are overwritten."""
+    """At the end of an episode CLIP scores the frames that were kept, and overwrites the buffer's rewards."""
 
     def __init__(self, reward_model: CLIPReward, frames: list[torch.Tensor], episode: int):
         super().__init__()
-        self.reward_model, self.frames, self.episode = reward_model, frames, episode
+        self.reward_model = reward_model
+        self.frames = frames
+        self.episode = episode
 
     def _on_step(self) -> bool:
-        if len(self.frames) == self.episode + 1:  # this step's transition is not in the buffer yet; the episode before it is
+        if (
+            len(self.frames) == self.episode + 1
+        ):  # this step is not in the buffer yet; the episode before it is
             self._on_training_end()
         return True
 
@@ -94,17 +98,28 @@ class ScoreEpisodes(BaseCallback):
         del self.frames[: self.episode]
 
 
+def own_updates(script: str) -> dict:
+    """For Stable-Baselines3: the script's networks, batches and updates per step, rounded in an episode."""
+    defaults = importlib.import_module(script).Args()
+    updates = round(defaults.gradient_steps / defaults.num_envs)
+    *_, layers = PLAIN[script]
+    options = {"train_freq": (1, "episode"), "gradient_steps": updates, "batch_size": defaults.batch_size}
+    return options | {"policy_kwargs": {"net_arch": layers}}
+
+
 def plain_run(kind: str, script: str, args: Args, reward_model: CLIPReward) -> float:
     """Steps/s of a plain training after its first episode, which is random."""
-    algorithm, name, options, episode, updates, layers, batch_size = SCRIPTS[script]
-    env = gymnasium.make(name, render_mode="rgb_array", max_episode_steps=episode, **options)
-    at_once = kind != "end of episode"
-    env = CLIPWrapper(gymnasium.wrappers.TimeLimit(env.unwrapped, episode), reward_model if at_once else None)
-    callback = None if at_once else ScoreEpisodes(reward_model, env.frames, episode)
-    own = {}
-    if kind == PLAIN[2]:
-        own = {"train_freq": (1, "episode"), "gradient_steps": round(updates * episode), "batch_size": batch_size}
-        own["policy_kwargs"] = {"net_arch": layers}
+    algorithm, name, options, _ = PLAIN[script]
+    episode = importlib.import_module(script).Args().episode_length
+    env = gymnasium.make(name, render_mode="rgb_array", **options).unwrapped
+    env = gymnasium.wrappers.TimeLimit(env, episode)
+    if kind == "end of episode":
+        env = CLIPWrapper(env, None)
+        callback = ScoreEpisodes(reward_model, env.frames, episode)
+    else:
+        env = CLIPWrapper(env, reward_model)
+        callback = None
+    own = own_updates(script) if kind.endswith("the script's updates") else {}
     model = algorithm("MlpPolicy", env, learning_starts=episode, device=args.device, **own)
     model.learn(episode, callback=callback)
     start = time.perf_counter()
@@ -115,33 +130,32 @@ def plain_run(kind: str, script: str, args: Args, reward_model: CLIPReward) -> f
 
 def main() -> None:
     args = tyro.cli(Args)
-    unknown = set(args.scripts) - set(SCRIPTS)
-    if unknown:
-        sys.exit(f"no script {', '.join(unknown)}: there are {', '.join(SCRIPTS)}")
     precision = args.precision or native_precision(args.device)
     with tempfile.TemporaryDirectory() as folder:
         clip_model, shown = model_and_note(args.clip_model, folder)
-        options = {"clip_model": clip_model, "precision": precision, "device": args.device, "learning_starts": 3200}
-        options |= {"total_timesteps": (args.rounds + 2) * 3200}  # a round without learning, and one to warm up
-        reward_model = CLIPReward(clip_model, "a goal", device=args.device, precision=precision)
+        options = {"clip_model": clip_model, "precision": precision, "device": args.device}
+        reward_model = CLIPReward(clip_model, "a car", device=args.device, precision=precision)
+        cores = torch.get_num_threads()
         print(
-            f"{shown} in {precision} on {args.device}, {torch.get_num_threads()} cores: steps/s, and ratios with their ranges"
+            f"{shown} in {precision} on {args.device}, {cores} cores: steps/s, and ratios with their ranges"
         )
-        print("|", " | ".join(("script", "ours", *(f"plain, {kind} | ours ÷ {kind}" for kind in PLAIN))), "|")
+        print("|", " | ".join(("script", "ours", *(f"plain, {kind} | ours ÷ {kind}" for kind in KINDS))), "|")
         print("|---" * 8 + "|")
         progress = tqdm(total=len(args.scripts) * args.repetitions * 4, desc="time all", unit="run")
         for script in args.scripts:
             runs = []
             for _ in range(args.repetitions):
-                runs.append([run_loop(script, options, args.rounds)])
+                run = [run_loop(script, options, args.rounds)]
                 progress.update()
-                for kind in PLAIN:
-                    runs[-1].append(plain_run(kind, script, args, reward_model))
+                for kind in KINDS:
+                    run.append(plain_run(kind, script, args, reward_model))
                     progress.update()
-            columns = [f"{median(run[0] for run in runs):.0f}"]
-            for k in range(1, 4):
-                ratios = sorted(run[0] / run[k] for run in runs)
-                columns += [f"{median(run[k] for run in runs):.1f}"]
+                runs.append(run)
+            ours, *plain = zip(*runs)
+            columns = [f"{median(ours):.0f}"]
+            for speeds in plain:
+                ratios = sorted(a / b for a, b in zip(ours, speeds))
+                columns += [f"{median(speeds):.1f}"]
                 columns += [f"{median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})"]
             tqdm.write(f"| {script} | {' | '.join(columns)} |")
 

@@ -1,12 +1,14 @@
 """How close each script's training loop comes to the bare image encoder, and where the rest of the time goes.
 
-    python benchmarks/throughput.py
-    python benchmarks/throughput.py --models tiny --num-envs 8 64 512 4096 --steps-per-round 12800
+    python -m benchmarks.throughput
+    python -m benchmarks.throughput --models tiny --num-envs 8 64 512 4096 --steps-per-round 12800
 
-Each row is measured in a process of its own: first each phase alone, by the script's own functions, then the bare `encode_image` and
-the script in turns. `draw` and `CLIP` (pixels to rewards) use all cores, simulation and updates one, as in the loop. Efficiency is the
-loop's steps/s ÷ the bare encoder's frames/s; `of the cores` is the loop's steps/s ÷ what the cores would allow if they were never
-idle: steps ÷ (the sum of the phases' core-seconds ÷ cores). Every step is one frame. The loop's figure is the script's `charts/SPS`.
+Each row is measured in a process of its own: first each phase alone, by the script's own functions, then the
+bare `encode_image` and the script in turns. `render` and `CLIP` (pixels to rewards) use all cores, simulation
+and updates one, as in the loop. Efficiency is the loop's steps/s ÷ the bare encoder's frames/s; `of the
+cores` is the loop's steps/s ÷ what the cores would allow if they were never idle: steps ÷ (the sum of the
+phases' core-seconds ÷ cores). Every step is one frame. The loop's figure is the script's `charts/SPS`,
+without evaluations. A row that fails says so.
 """
 
 import importlib
@@ -21,10 +23,12 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import harmonic_mean, median
 from types import ModuleType, SimpleNamespace
+from typing import Literal
 
 import open_clip
 import torch
@@ -33,18 +37,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from clip_reward import native_precision  # noqa: E402
+from clip_reward import native_precision, one_line
 
-SCRIPTS = ("dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid")
+ROOT = Path(__file__).resolve().parent.parent
+Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
 
 
 @dataclass
 class Args:
     """Time the loops, their phases and the bare encoder."""
 
-    scripts: tuple[str, ...] = SCRIPTS
+    scripts: tuple[Script, ...] = Script.__args__
     """which of the scripts"""
     models: tuple[str, ...] = ("tiny", "ViT-B-32")
     """tiny, NAME/TAG, or architectures of open_clip without a tag, which get random weights"""
@@ -53,13 +56,13 @@ class Args:
     num_envs: tuple[int, ...] = ()
     """environments side by side (default: the script's)"""
     steps_per_round: int = 0
-    """steps between two labellings, with as many updates a step as the script makes (default: the script's)"""
+    """steps of a round, with as many updates a step as the script makes (default: the script's)"""
     rounds: int = 3
-    """of the loop in a repetition, after one without learning and one to warm up"""
+    """measured rounds of the loop in a repetition"""
     repetitions: int = 3
     """of encoder and loop in turns; the table gives the median and the range of the efficiency"""
     clip_batch_size: int = 0
-    """frames drawn and scored at once (default: the script's)"""
+    """frames rendered and scored at once (default: the script's)"""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """cpu or cuda"""
 
@@ -72,45 +75,60 @@ def model_and_note(name: str, folder: str) -> tuple[str, str]:
     return f"{name}/{folder}/random.pt", f"{name} (random weights)"
 
 
+def settings_of_loop(script: str, options: dict, rounds: int) -> dict:
+    """Options of a script -> these for a random round, one to warm up, and so many without evaluations."""
+    settings = importlib.import_module(script).Args(**options)
+    steps = settings.num_envs * settings.episode_length
+    measured = {"learning_starts": steps, "total_timesteps": (2 + rounds) * steps, "checkpoint_every": 2**39}
+    return options | measured
+
+
 def run_loop(script: str, options: dict, rounds: int) -> float:
-    """Train in a process of its own -> steps/s over the last so many rounds."""
+    """Train in a process of its own -> steps/s over so many rounds that learn, without evaluations."""
+    options = settings_of_loop(script, options, rounds)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, ROOT / f"{script}.py", *words, "--episodes=1", f"--run-dir={folder}/run"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, f"{script}.py", *words, "--episodes=1", f"--run-dir={folder}/run"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{script}.py failed:\n{done.stderr}")
+            raise RuntimeError(f"{script}.py failed: {done.stderr.strip().splitlines()[-1]}")
         events = EventAccumulator(f"{folder}/run", {"scalars": 0}).Reload()
         return harmonic_mean([event.value for event in events.Scalars("charts/SPS")][-rounds:])
 
 
 def parts(script: ModuleType, settings) -> tuple:
-    """-> the script's environments, policy and replay buffer, all new, and a function that makes update number k."""
+    """-> the script's environments, policy and replay buffer, and a function that makes update number k."""
     device = torch.device(settings.device)
-    if script.SCRIPT == "dqn_clip_cartpole":
-        rb, policy, target = (
-            part.to(device) for part in (script.ReplayBuffer(settings), script.QNetwork(), script.QNetwork())
-        )
+    if script.__name__ == "dqn_clip_cartpole":
+        rb = script.ReplayBuffer(settings, device)
+        policy = script.QNetwork().to(device)
+        target = script.QNetwork().to(device)
         optimizer = torch.optim.Adam(policy.parameters(), settings.learning_rate, fused=True)
-        learn = [policy, target, optimizer]
-        envs = script.CartPole(settings.num_envs)
-        return envs, policy, rb, lambda k: script.dqn_update(*learn, rb.sample(settings.batch_size, 1), settings)
-    if script.SCRIPT == "sac_clip_mountaincar":
-        envs, rb, sac = script.MountainCar(settings.num_envs), script.ReplayBuffer(settings), script.SAC()
+
+        def update(k: int) -> None:
+            script.dqn_update(policy, target, optimizer, rb.sample(settings.batch_size), settings)
+
+        return script.CartPole(settings.num_envs), policy, rb, update
+
+    if script.__name__ == "sac_clip_mountaincar":
+        envs = script.MountainCar(settings.num_envs)
+        rb = script.ReplayBuffer(settings, device)
+        sac = script.SAC().to(device)
+
+        def update(k: int) -> None:
+            script.sac_update(sac, optimizers, rb.sample(settings.batch_size), settings)
+
     else:
         envs = script.make_envs(settings.num_envs, settings)
         size = envs.single_observation_space.shape[0]
-        rb, sac = script.ReplayBuffer(size, settings), script.SAC(size, settings)
-    rb, sac = rb.to(device), sac.to(device)
+        rb = script.ReplayBuffer(size, settings, device)
+        sac = script.SAC(size, settings).to(device)
+
+        def update(k: int) -> None:
+            batch = rb.sample(settings.batch_size, settings.n_step)
+            script.sac_update(sac, optimizers, batch, k % settings.policy_frequency == 0, settings)
+
     optimizers = sac.optimizers(settings.learning_rate)
-
-    def update(k: int) -> None:
-        if script.SCRIPT == "sac_clip_humanoid":  # its actor learns by every second update
-            batch = rb.sample(settings.batch_size, settings.n_step, 1)
-            script.sac_update(sac, optimizers, batch, k % 2 == 0, settings)
-        else:
-            script.sac_update(sac, optimizers, rb.sample(settings.batch_size, 1), settings)
-
     return envs, sac.policy, rb, update
 
 
@@ -125,7 +143,8 @@ def rate(work: Callable, batches: list, threads: int, device: torch.device, seco
     own_threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own_threads,)) as pool:
         one_pass()
-        start, passes = time.perf_counter(), 0
+        start = time.perf_counter()
+        passes = 0
         while passes == 0 or time.perf_counter() - start < seconds:
             one_pass()
             passes += 1
@@ -134,93 +153,95 @@ def rate(work: Callable, batches: list, threads: int, device: torch.device, seco
 
 def measure(name: str, model: str, precision: str, num_envs: int | None, args: Args) -> str:
     """One row of the table."""
-    script, device = importlib.import_module(name), torch.device(args.device)
-    cores, defaults = torch.get_num_threads(), script.Args()
+    script = importlib.import_module(name)
+    device = torch.device(args.device)
+    cores = torch.get_num_threads()
+    defaults = script.Args()
     num_envs = num_envs or defaults.num_envs
-    steps = args.steps_per_round or defaults.num_envs * defaults.episode_length
-    length = max(steps // num_envs, 1)
+    default_steps = defaults.num_envs * defaults.episode_length
+    length = max((args.steps_per_round or default_steps) // num_envs, 1)
     steps = length * num_envs
-    updates = max(round(steps * defaults.gradient_steps / (defaults.num_envs * defaults.episode_length)), 1)
+    updates = max(round(steps * defaults.gradient_steps / default_steps), 1)
     batch_size = args.clip_batch_size or defaults.clip_batch_size
     with tempfile.TemporaryDirectory() as folder:
         model, shown = model_and_note(model, folder)
-        options = {"clip_model": model, "precision": precision, "device": args.device, "clip_batch_size": batch_size}
-        options |= {"num_envs": num_envs, "episode_length": length, "gradient_steps": updates, "learning_starts": steps}
-        options |= {
-            "total_timesteps": steps * (2 + args.rounds),
-            "checkpoint_every": 2**39,
-        }  # a round without learning, one to warm up
+        options = {"clip_model": model, "precision": precision, "device": args.device, "num_envs": num_envs}
+        options |= {"clip_batch_size": batch_size, "episode_length": length, "gradient_steps": updates}
         if hasattr(defaults, "n_step"):
             options["n_step"] = min(defaults.n_step, length)  # an episode of 4,096 environments has two steps
-        settings = script.Args(prompt=("a goal",), **options)
+        settings = script.Args(prompt=("a car",), **settings_of_loop(name, options, args.rounds))
 
         # The phases alone.
         threads = cores if device.type == "cpu" else 1
         torch.set_num_threads(1)
         envs, policy, rb, update = parts(script, settings)
-        actor, drawn = (
-            deepcopy(policy).cpu(),
-            deque(maxlen=length),
-        )  # the states of an episode's steps, as they are to be drawn
+        actor = deepcopy(policy).cpu()
+        played = deque(maxlen=length)  # the states of an episode's steps, as they are to be rendered
 
         def play(*_) -> None:
-            rb.add(0, *script.rollout(actor, 0.5, envs, SimpleNamespace(add=drawn.append), 1, settings), 0.0)
+            rb.add(*script.rollout(actor, 0.5, envs, SimpleNamespace(add=played.append), 1, settings), 0.0)
 
         simulate = rate(play, [range(steps)], 1, device)
-        updating = rate(lambda _, numbers: [update(k) for k in numbers], [range(updates)], 1, device) * steps / updates
+        numbers = range(updates)
+        updating = rate(lambda *_: [update(k) for k in numbers], [numbers], 1, device) * steps / updates
         workers = [script.Worker(settings, device)]
         reward_model = workers[0].reward_model
         workers += [script.Worker(settings, device, reward_model) for _ in range(threads - 1)]
 
-        def draw(thread: int, states: torch.Tensor) -> torch.Tensor:
+        def render(thread: int, states: torch.Tensor) -> torch.Tensor:
             if name == "dqn_clip_cartpole":
-                return script.draw(states.to(device), *reward_model.size)
-            frames = workers[thread].scene.draw(states)
+                return script.render(states.to(device), *reward_model.size)
+            frames = workers[thread].scene.render(states)
             return frames[0] if name == "sac_clip_humanoid" else frames
 
-        flat, wanted = torch.cat([*drawn]), 8 * threads * batch_size  # so that all threads have as much to do
-        batches = list(flat.repeat(-(-wanted // len(flat)), 1)[:wanted].split(batch_size))
-        frames = [draw(0, batch) for batch in batches]
-        pixels = [((chunk - 127.0) / 64).to(reward_model.input_dtype, memory_format=torch.channels_last) for chunk in frames]
-        draws = rate(draw, batches, threads, device)
-        scores = rate(lambda _, chunk: reward_model(chunk), frames, threads, device)
+        states = torch.cat([*played])
+        wanted = 8 * threads * batch_size  # so that all threads have as much to do
+        batches = list(states.repeat(-(-wanted // len(states)), 1)[:wanted].split(batch_size))
+        frames = [render(0, batch) for batch in batches]
+        dtype = reward_model.input_dtype
+        pixels = [((some - 127.0) / 64).to(dtype, memory_format=torch.channels_last) for some in frames]
+        renders = rate(render, batches, threads, device)
+        scores = rate(lambda _, some: reward_model(some), frames, threads, device)
         torch.backends.mha.set_fastpath_enabled(False)  # the counter does not know it
         with FlopCounterMode(display=False) as counter:
             reward_model.model.encode_image(pixels[0])
         torch.backends.mha.set_fastpath_enabled(True)
         flops = counter.get_total_flops() / len(pixels[0])
 
+        def encode(_, some: torch.Tensor) -> None:
+            reward_model.model.encode_image(some)
+
         def bare() -> float:
-            """frames/s of encode_image with one thread a core or with PyTorch's own threads, whichever is faster."""
-            rates = [rate(lambda _, chunk: reward_model.model.encode_image(chunk), pixels, threads, device)]
+            """frames/s of encode_image, one thread a core or PyTorch's own threads, whichever is faster."""
+            rates = [rate(encode, pixels, threads, device)]
             if threads > 1:
                 torch.set_num_threads(cores)
-                rates.append(rate(lambda _, chunk: reward_model.model.encode_image(chunk), pixels, 1, device))
+                rates.append(rate(encode, pixels, 1, device))
                 torch.set_num_threads(1)
             return max(rates)
 
         pairs = [(bare(), run_loop(name, options, args.rounds)) for _ in range(args.repetitions)]
     encoder, loop = (median(column) for column in zip(*pairs))
     efficiencies = sorted(b / a for a, b in pairs)
-    core_seconds = 1 / simulate + 1 / updating + cores * (1 / draws + 1 / scores)  # a step
-    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else memory
-    columns = [name, shown, precision, num_envs, *(f"{v:.0f}" for v in (simulate, draws, scores, updating))]
-    columns += [f"{encoder:.0f}", f"{loop:.0f}"]
+    columns = [name, shown, precision, num_envs]
+    columns += [f"{value:.0f}" for value in (simulate, renders, scores, updating, encoder, loop)]
     columns += [f"{median(efficiencies):.2f} ({efficiencies[0]:.2f} to {efficiencies[-1]:.2f})"]
     if device.type == "cuda":
 
         def a_round() -> None:
             play()
-            for k in range(updates):
+            for k in numbers:
                 update(k)
-            for states in torch.cat([*drawn]).split(batch_size):
-                workers[0].label(states)
+            for some in torch.cat([*played]).split(batch_size):
+                workers[0].label(some)
 
-        columns += [f"{flops * loop / 1e12:.1f}", f"{flops * loop / matmul_rate(device):.2f}", synchronisations(a_round)]
+        columns += [f"{flops * loop / 1e12:.1f}", f"{flops * loop / matmul_rate(device):.2f}"]
+        columns += [synchronisations(a_round), f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f}"]
     else:
-        columns += [f"{loop * core_seconds / cores:.2f}"]
-    return " | ".join(map(str, [*columns, f"{memory:.1f}"]))
+        core_seconds = 1 / simulate + 1 / updating + cores * (1 / renders + 1 / scores)  # a step
+        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        columns += [f"{loop * core_seconds / cores:.2f}", f"{memory:.1f}"]
+    return " | ".join(map(str, columns))
 
 
 def synchronisations(work: Callable) -> int:
@@ -241,24 +262,36 @@ def matmul_rate(device: torch.device, size: int = 8192) -> float:
 
 def main() -> None:
     args = tyro.cli(Args)
-    unknown = set(args.scripts) - set(SCRIPTS)
-    if unknown:
-        sys.exit(f"no script {', '.join(unknown)}: there are {', '.join(SCRIPTS)}")
+    sys.stdout.reconfigure(line_buffering=True)  # a row is out when it is measured
     precisions = args.precisions or (native_precision(args.device),)
-    rows = [(s, m, p, n) for m in args.models for p in precisions for s in args.scripts for n in args.num_envs or (None,)]
-    last = (
-        ("TFLOP/s", "of a bf16 matrix product", "waits for the GPU in a round", "GPU memory of the phases, GiB")
-        if args.device != "cpu"
-        else ("of the cores", "memory, GiB")
-    )
-    head = ("script", "CLIP model", "precision", "environments", "simulate", "draw", "CLIP", "update", "encode_image", "loop")
+    all_envs = args.num_envs or (None,)
+    rows = list(product(args.models, precisions, args.scripts, all_envs))
+    head = ["script", "CLIP model", "precision", "environments", "simulate", "render", "CLIP", "update"]
+    head += ["encode_image", "loop", "efficiency (range)"]
+    if args.device == "cpu":
+        head += ["of the cores", "memory, GiB"]
+    else:
+        head += [
+            "TFLOP/s",
+            "of a bf16 matrix product",
+            "waits for the GPU in a round",
+            "memory of the phases, GiB",
+        ]
     print(f"{args.device}, {torch.get_num_threads()} cores; steps/s or frames/s")
-    print("|", " | ".join((*head, "efficiency (range)", *last)), "|")
-    print("|---" * (len(head) + 1 + len(last)) + "|")
-    # Each row in a process of its own, for its memory.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for row in tqdm(rows, desc="measure", unit="row"):
-            tqdm.write(f"| {pool.submit(measure, *row, args).result()} |")
+    print("|", " | ".join(head), "|")
+    print("|---" * len(head) + "|")
+    failed = 0
+    for model, precision, script, num_envs in tqdm(rows, desc="measure", unit="row"):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # for its memory
+            try:
+                cells = pool.submit(measure, script, model, precision, num_envs, args).result()
+            except Exception as error:  # out of memory, say: the next row may fit
+                why = one_line(error).replace("|", "/")
+                cells = f"{script} | {model} | {precision} | {num_envs or ''} | failed: {why}"
+                failed += 1
+        tqdm.write(f"| {cells} |")
+    if failed:
+        sys.exit(f"{failed} of {len(rows)} rows failed")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Figure 2 of the paper, for any CLIP model: the reward against the pole's angle and against the car's place, for five values of α.
+"""Figure 2 of the paper, for any CLIP model: reward against pole angle and the car's x, for five values of α.
 
-python figures/reward_landscape.py --clip-model tiny --output figures/reward_landscape.png
+python -m reward_check.reward_landscape --clip-model tiny --output reward_check/reward_landscape.png
 """
 
 import csv
-import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -18,17 +17,16 @@ import torch
 import tyro
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import dqn_clip_cartpole  # noqa: E402
-import sac_clip_mountaincar  # noqa: E402
-from clip_reward import CLIPReward, UsageError  # noqa: E402
+import dqn_clip_cartpole
+import sac_clip_mountaincar
+from clip_reward import CLIPReward, UsageError
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass
 class Args:
-    """Plot the reward landscapes of the paper's prompts; the raw rewards are written to a CSV file beside the picture."""
+    """Plot the reward landscapes of the paper's prompts; the raw rewards go into a CSV file beside it."""
 
     clip_model: str = "tiny"
     """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny"""
@@ -37,7 +35,7 @@ class Args:
     points: int = 181
     """states along each axis"""
     clip_batch_size: int = 32
-    """frames scored at once"""
+    """frames rewarded at once"""
     output: Path = Path("reward_landscape.png")
     """picture to write"""
 
@@ -46,15 +44,16 @@ def pole(degrees: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Angles (N,) -> frames (N, 3, height, width) with the cart in the middle."""
     states = torch.zeros(len(degrees), 4, device=degrees.device)
     states[:, 2] = torch.deg2rad(degrees)
-    return dqn_clip_cartpole.draw(states, height, width)
+    return dqn_clip_cartpole.render(states, height, width)
 
 
 def car(x: torch.Tensor, height: int, width: int, textures: str) -> torch.Tensor:
     """Places (N,) -> frames (N, 3, height, width)."""
-    return sac_clip_mountaincar.Scene(height, width, textures, x.device).draw(torch.stack([x, 0 * x], dim=1))
+    states = torch.stack([x, 0 * x], dim=1)
+    return sac_clip_mountaincar.Scene(height, width, textures, x.device).render(states)
 
 
-# name: script with the prompts, drawing function, name of the axis, its ends, where the goal begins and ends, sample frames
+# name: script with the prompts, renderer, name of the axis, its ends, the goal's, places of sample frames
 TRACK = ("x of the car", (-1.2, 0.6), (0.45, 0.6), (-0.9, -0.3, 0.45))
 PANELS = {
     "CartPole": (dqn_clip_cartpole, pole, "pole angle in degrees", (-180, 180), (-12, 12), (-120, 0, 120)),
@@ -65,50 +64,44 @@ PANELS = {
 
 def main() -> None:
     args = tyro.cli(Args)
-    folder = args.output.absolute().parent
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-        raise UsageError(f"cannot write to {args.output}: {folder} is not a folder that can be written to")
-    if args.output.suffix != ".png":
-        raise UsageError(f"--output must end in .png, not {args.output}")
-    if args.points < 2:
-        raise UsageError(f"--points must be at least 2, not {args.points}")
-    if args.clip_batch_size < 1:
-        raise UsageError(f"--clip-batch-size must be at least 1, not {args.clip_batch_size}")
-
+    plt.rcParams["text.parse_math"] = False  # a path may hold dollar signs
+    sys.stdout.reconfigure(errors="replace")  # α, where the terminal has none
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
     axes = figure.subplots(2, len(PANELS), height_ratios=[3.2, 1], sharex="col")
     rows, maxima, script_of_model = [], [], None
-    progress = tqdm(total=args.points * len(PANELS), unit="frame", desc="score", delay=0.1)  # not before a model is loaded
-    for (above, below), (name, (script, draw, axis, ends, goal, samples)) in zip(axes.T, PANELS.items()):
+    progress = tqdm(
+        total=args.points * len(PANELS), unit="frame", desc="reward", delay=0.1
+    )  # when a model is there
+    for (above, below), (name, (script, render, axis, ends, goal, samples)) in zip(axes.T, PANELS.items()):
         settings = script.Args()
         if script is not script_of_model:
-            script_of_model, reward_model = script, None  # an old model's memory is free before a new one is loaded
-            reward_model = CLIPReward(
-                args.clip_model, settings.prompt, settings.baseline_prompt, 1.0, args.device, args.clip_batch_size
-            )
+            script_of_model = script
+            reward_model = None  # an old model's memory is free before a new one is loaded
+            texts = settings.prompt, settings.baseline_prompt
+            reward_model = CLIPReward(args.clip_model, *texts, 1.0, args.device, args.clip_batch_size)
         places = torch.linspace(*ends, args.points, device=args.device)
         embeddings = []
         for chunk in places.split(args.clip_batch_size):
-            embeddings.append(reward_model.embed(draw(chunk, *reward_model.size)))
+            embeddings.append(reward_model.embed(render(chunk, *reward_model.size)))
             progress.update(len(chunk))
-        for alpha, colour in zip(ALPHAS, plt.cm.viridis(torch.linspace(0, 0.9, len(ALPHAS)))):
+        for alpha, colour in zip(ALPHAS, plt.cm.viridis(torch.linspace(0, 0.9, len(ALPHAS)).tolist())):
             reward_model.alpha = alpha
             curve = reward_model.reward(torch.cat(embeddings)).cpu()
-            rows += [(name, alpha, f"{place:.4f}", f"{reward:.7f}") for place, reward in zip(places.tolist(), curve.tolist())]
+            points = zip(places.tolist(), curve.tolist())
+            rows += [(name, alpha, f"{place:.4f}", f"{reward:.7f}") for place, reward in points]
             rescaled = (curve - curve.min()) / (curve.max() - curve.min())
-            above.plot(places.cpu(), rescaled, color=colour, label=f"α = {alpha}")
+            above.plot(places.tolist(), rescaled.tolist(), color=colour, label=f"α = {alpha}")
             maxima.append(f"| {name} | {alpha} | {places[curve.argmax()].item():+.2f} |")
         above.axvspan(*goal, color="gold", alpha=0.35, linewidth=0, label="goal")
         above.set(title=f"{name}\n“{settings.prompt[0]}”", xlim=ends, ylim=(-0.03, 1.03))
         above.title.set_fontsize("small")
         width = (ends[1] - ends[0]) / 3 * 0.98
-        frames = draw(torch.tensor(samples, dtype=torch.float32), 200, 300).permute(0, 2, 3, 1)
+        frames = render(torch.tensor(samples, dtype=torch.float32), 200, 300).permute(0, 2, 3, 1).numpy()
         for place, frame in zip(samples, frames):
             left = min(max(place - width / 2, ends[0]), ends[1] - width)
             below.imshow(frame, extent=(left, left + width, 0, 1), aspect="auto")
-            below.text(
-                left + width / 2, 0.97, place, va="top", ha="center", fontsize="small", bbox={"color": "white", "pad": 1}
-            )
+            box = {"color": "white", "pad": 1}
+            below.text(left + width / 2, 0.97, place, va="top", ha="center", fontsize="small", bbox=box)
         below.set(xlabel=f"{axis} (and of the sample frames)", xlim=ends, ylim=(0, 1), yticks=[])
     axes[0, 0].set_ylabel("reward, rescaled to [0, 1]")
     axes[0, 0].legend(fontsize="small", loc="upper left")
@@ -128,8 +121,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         print(f"reward_landscape.py: error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each process: several run at once
-sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)  # for tools that run in other folders
 
 
 def pytest_addoption(parser):
@@ -16,7 +16,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow(*words): runs with --slow alone; with words, what has one of them in its name")
+    config.addinivalue_line("markers", "slow(*words): with --slow alone; with words, what has one of them in its name")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -36,7 +36,7 @@ def learned(tmp_path):
 
     def train(script: str, *options: str) -> float:
         common = "--episodes=48 --seed=1 --device=cpu --clip-model=tiny --run-dir=run".split()
-        subprocess.run([sys.executable, ROOT / f"{script}.py", *options, *common], cwd=tmp_path, check=True)
+        subprocess.run([sys.executable, ROOT / f"{script}.py", *common, *options], cwd=tmp_path, check=True)
         return json.loads((tmp_path / "run" / "result.json").read_text())["success_rate"]
 
     return train

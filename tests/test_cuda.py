@@ -1,18 +1,15 @@
-"""The GPU path, on a machine without a GPU: tensors that say they are on cuda:0 refuse to meet those that are not.
+"""The GPU path, without a GPU: tensors that say they are on cuda:0 refuse to meet those that are not.
 
-Their numbers are on the CPU, so a run with them must end like one on the CPU; and each way between CPU and GPU is counted. Below,
-where there is a GPU, the same on it (`device`).
+Their numbers are on the CPU, so a run with them must end like one on the CPU; and each way between CPU and
+GPU is counted. Below, where there is a GPU, the same on it (`device`).
 """
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import mujoco_warp
 import pytest
@@ -27,8 +24,9 @@ import sac_clip_humanoid
 import sac_clip_mountaincar
 
 SCRIPTS = {module.SCRIPT: module for module in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
+CPU = torch.device("cpu")
 aten = torch.ops.aten
-OWN_TO = torch.Tensor.to
+own_to = torch.Tensor.to
 ways = Counter()  # between CPU and GPU: "to GPU", "to CPU", "item"
 moved = []  # bytes of each
 
@@ -37,28 +35,16 @@ class Cuda(torch.Tensor):
     """A tensor that says it is on cuda:0; `host` holds its numbers."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_dispatch__ = None  # the Mode makes all operations
     device, is_cuda, is_cpu = torch.device("cuda", 0), True, False
 
     @staticmethod
-    def __new__(cls, real: torch.Tensor):
-        layout = {"strides": real.stride(), "storage_offset": real.storage_offset(), "dtype": real.dtype}
-        return torch.Tensor._make_wrapper_subclass(cls, real.shape, **layout)
+    def __new__(cls, host: torch.Tensor):
+        layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, host.shape, **layout)
 
-    def __init__(self, real: torch.Tensor):
-        self.host = real
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return dispatch(func, args, kwargs or {})
-
-    def tolist(self):
-        ways["to CPU"] += 1
-        return self.host.tolist()
-
-    def numpy(self, *_):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
-
-    __array__ = numpy
+    def __init__(self, host: torch.Tensor):
+        self.host = host
 
     def __deepcopy__(self, memo: dict):
         copy = Cuda(self.detach().host.clone())
@@ -68,398 +54,277 @@ class Cuda(torch.Tensor):
         return self.detach().host.__reduce_ex__(protocol)
 
 
-def dispatch(func, args, kwargs):
-    """One operation: on the GPU if its tensors are, or if it makes one there."""
-    operation, target = func.overloadpacket, kwargs.get("device")
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    on_gpu = [isinstance(tensor, Cuda) for tensor in tensors]
-    gpu = any(on_gpu) if target is None else torch.device(target).type == "cuda"
-    if operation in (aten._to_copy, aten.copy_):
-        source, here = on_gpu[-1], on_gpu[0] if operation is aten.copy_ else gpu
-        if source != here:
-            ways["to GPU" if here else "to CPU"] += 1
-            moved.append(out_bytes(tensors[-1], kwargs.get("dtype")))
-    elif operation is aten._local_scalar_dense:
-        ways["item"] += any(on_gpu)
-    elif (
-        operation in (aten.index, aten.index_put_, aten.index_put) and on_gpu[0]
-    ):  # a list, or an index on the CPU, is taken there
-        ways["to GPU"] += sum(not flag for flag in on_gpu)
-    elif any(on_gpu) and not all(on_gpu):
-        lists = operation.__name__.startswith(("_foreach", "_fused"))
-        if lists or any(tensor.dim() for tensor, flag in zip(tensors, on_gpu) if not flag):
-            raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """One operation: on the GPU if its tensors are, or if it makes one there."""
+        operation, kwargs = func.overloadpacket, kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_gpu = [isinstance(tensor, Cuda) for tensor in tensors]
+        target = kwargs.get("device")
+        gpu = any(on_gpu) if target is None else torch.device(target).type == "cuda"
+        if operation in (aten._to_copy, aten.copy_):
+            here = on_gpu[0] if operation is aten.copy_ else gpu
+            if on_gpu[-1] != here:
+                ways["to GPU" if here else "to CPU"] += 1
+                moved.append(tensors[-1].numel() * (kwargs.get("dtype") or tensors[-1].dtype).itemsize)
+        elif operation is aten._local_scalar_dense:
+            ways["item"] += any(on_gpu)
+        elif operation in (aten.index, aten.index_put_) and on_gpu[0]:
+            ways["to GPU"] += on_gpu.count(False)  # a list, or an index on the CPU, is taken there
+        elif any(on_gpu) and any(tensor.dim() for tensor, there in zip(tensors, on_gpu) if not there):
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device")
 
-    def real(leaf):
-        return leaf.host if isinstance(leaf, Cuda) else torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+        def real(leaf):
+            return CPU if isinstance(leaf, torch.device) else getattr(leaf, "host", leaf)
 
-    out = func(*tree_map(real, args), **tree_map(real, kwargs))
-    wrapped = {
-        id(tensor.host): tensor for tensor in tensors if isinstance(tensor, Cuda)
-    }  # an operation in place returns its argument
+        out = func(*tree_map(real, args), **tree_map(real, kwargs))
+        given = {id(real(tensor)): tensor for tensor in tensors}  # comes back from an operation in place
 
-    def wrap(leaf):
-        return wrapped.get(id(leaf)) if id(leaf) in wrapped else Cuda(leaf) if gpu and isinstance(leaf, torch.Tensor) else leaf
+        def wrap(leaf):
+            return given.get(id(leaf), Cuda(leaf)) if gpu and isinstance(leaf, torch.Tensor) else leaf
 
-    return tree_map(wrap, out)
+        return tree_map(wrap, out)
 
 
 def to(self: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """Tensor.to, which would ask the driver for the number of a GPU that has none, and think that all is on the CPU already."""
+    """Tensor.to, which would ask the driver for a GPU's number, and think that all is on the CPU already."""
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    self = (
-        self
-        if dtype in (None, self.dtype) and memory_format is None
-        else OWN_TO(self, dtype or self.dtype, memory_format=memory_format)
-    )
+    if dtype not in (None, self.dtype) or memory_format is not None:
+        self = own_to(self, dtype or self.dtype, memory_format=memory_format)
     if device is None or device.type == self.device.type:
         return self
-    return OWN_TO(self, torch.device(device.type, 0), copy=True) if device.type == "cuda" else Down.apply(self)
+    if device.type == "cuda":
+        return own_to(self, Cuda.device, copy=True)
+    ways["to CPU"] += 1
+    return self.detach().host.clone()
 
 
-class Down(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: Cuda) -> torch.Tensor:
-        ways["to CPU"] += 1
-        return tensor.host.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        return Cuda(grad)
-
-
-def out_bytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
-    return tensor.numel() * (dtype or tensor.dtype).itemsize
-
-
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return dispatch(func, args, kwargs or {})
-
-
-class Inline:
-    """A pool that does what it is given at once: modes hold for one thread."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    __enter__ = __exit__ = lambda self, *_: self
-    map = staticmethod(map)
+class Inline(ThreadPoolExecutor):
+    """Does what it is given at once: modes hold for one thread."""
 
     def submit(self, work, *args) -> Future:
         future = Future()
         future.set_result(work(*args))
         return future
 
-    def shutdown(self, **_) -> None:
-        pass
-
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A machine with one GPU, until the test ends."""
-    cuda = {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "device_count": lambda: 1,
-        "set_sync_debug_mode": lambda _: None, "get_device_capability": lambda *_: (9, 0), "current_stream": lambda *_: None, "synchronize": lambda *_: None,
-        "max_memory_allocated": lambda *_: 0,
-    }  # fmt: skip
-    for name, function in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, function)
+    if torch.cuda.is_available():
+        pytest.skip("there is a real one")
+    tensor, load, get_device = torch.tensor, torch.load, warp.get_device
+    to_torch, render, current = warp.to_torch, mujoco_warp.render, []
 
-    current = []
-
-    def get_device(name=None, own=warp.get_device):
-        return name if str(name).startswith("cuda") else own(name)
-
-    def render(model, data, context, own=mujoco_warp.render):
-        scene = sys._getframe(1).f_locals["self"]
-        assert str(current[-1]).startswith(scene.device.type), "would be drawn on another device"
-        own(model, data, context)
-
-    load = torch.load
-
-    def load_to_cpu(*args, map_location=None, **kwargs):
+    def load_on_cpu(*args, map_location=None, **how):
         assert map_location == "cpu", "what was saved on a GPU would go there again"
-        return load(*args, map_location=map_location, **kwargs)
+        return load(*args, map_location=map_location, **how)
 
-    def to_torch(array, own=warp.to_torch):  # as the scene that asks for it
-        return Cuda(own(array)) if sys._getframe(1).f_locals["self"].device.type == "cuda" else own(array)
+    def device_of_scene() -> torch.device:  # that calls one of these:
+        return sys._getframe(2).f_locals["self"].device
 
-    for name, function in {
-        "get_device": get_device, "set_device": current.append, "set_stream": lambda *_: None,
-        "stream_from_torch": lambda _: None, "to_torch": to_torch,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(warp, name, function)
-    monkeypatch.setattr(mujoco_warp, "render", render)
-    monkeypatch.setattr(torch, "load", load_to_cpu)
-    monkeypatch.setattr(clip_reward, "ThreadPoolExecutor", Inline)
-    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda _: None)
-    grouped = torch._C._group_tensors_by_device_and_dtype
+    def to_torch_there(array):
+        return to_torch(array) if device_of_scene() == CPU else Cuda(to_torch(array))
 
-    def by_device(lists, with_indices):
-        groups = grouped(lists, with_indices)
-        return {(group[0][0][0].device, dtype): group for (_, dtype), group in groups.items()}
+    def render_there(*args):
+        assert str(current[-1]) == str(device_of_scene()), "would be rendered on another device"
+        render(*args)
 
-    monkeypatch.setattr(torch._C, "_group_tensors_by_device_and_dtype", by_device)
-    tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda data, dtype=None, device="cpu": tensor(data, dtype=dtype).to(device))
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: to(tensor, "cpu"))
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    def group(lists, *_):
+        return {(lists[0][0].device, None): (lists, None)}
+
+    quiet = "torch.cuda._lazy_init", "torch.cuda.current_stream", "warp.set_stream", "warp.stream_from_torch"
+    quiet += ("torch.optim.Optimizer._accelerator_graph_capture_health_check",)
+    fakes = dict.fromkeys(quiet, lambda *_: None) | {
+        "torch.__future__.get_overwrite_module_params_on_conversion": lambda: True,
+        "torch.cuda.is_available": lambda: True,
+        "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.get_device_capability": lambda *_: (9, 0),
+        "torch.tensor": lambda data, device="cpu", **how: tensor(data, **how).to(device),
+        "torch.Tensor.to": to,
+        "torch.Tensor.cpu": lambda tensor: to(tensor, "cpu"),
+        "torch.load": load_on_cpu,
+        "torch.optim.Optimizer._group_tensors_by_device_and_dtype": group,
+        "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": group,
+        "warp.get_device": lambda name=None: name if name == "cuda:0" else get_device(name),
+        "warp.set_device": current.append,
+        "warp.to_torch": to_torch_there,
+        "mujoco_warp.render": render_there,
+        "clip_reward.ThreadPoolExecutor": Inline,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(name, fake)
     ways.clear()
+    moved.clear()
     with Mode():
         yield
-    torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-SHORT = (
-    "--total-timesteps 480 --num-envs 4 --episode-length 30 --learning-starts 120 --checkpoint-every 240 --gradient-steps 6 "
-    "--episodes 3 --seed 3 --clip-model tiny --clip-batch-size 50 --precision fp32"
-).split()
 
 
 @pytest.fixture
-def main(monkeypatch):
-    """A function that runs a script in this process, without pictures."""
+def run(monkeypatch):
+    """A function that runs a script in this process and returns the figures that it has left in a file."""
+    monkeypatch.setattr("imageio.v3.imwrite", lambda *_, **__: None)  # films take long
 
-    def main(module, *words) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{module.SCRIPT}.py", *map(str, words)])
-        own = module.pictures
-        monkeypatch.setattr(module, "pictures", lambda states, rewards, count, args: own(states[:8], rewards[:8], 2, args))
+    def run(module: ModuleType, options: str, path: Path | None = None) -> dict:
+        monkeypatch.setattr(sys, "argv", [f"{module.SCRIPT}.py", *options.split()])
         module.main()
+        result = json.loads(path.read_text()) if path else {}
+        return {name: value for name, value in result.items() if name not in ("settings", "versions")}
 
-    return main
-
-
-def figures(path: Path) -> dict:
-    result = json.loads(path.read_text())
-    return {name: value for name, value in result.items() if name not in ("settings", "versions")}
+    return run
 
 
-def counted(function, most: dict):
-    """The function, but it may not take more ways between CPU and GPU than these."""
+SHORT = """--total-timesteps 240 --num-envs 4 --episode-length 15 --learning-starts 60 --gradient-steps 4
+    --checkpoint-every 120 --episodes 3 --seed 3 --clip-model tiny --clip-batch-size 25 --precision fp32"""
 
-    def call(*args):
-        before = ways.copy()
-        result = function(*args)
-        taken = ways - before
-        assert all(taken[way] <= most.get(way, 0) for way in taken), taken
-        return result
 
-    return call
+def interrupted_and_evaluated(run, module: ModuleType, device: str, folder: Path) -> list[dict]:
+    """Figures of a run there, interrupted in its third round and resumed, and of its best policy on both."""
+
+    def stop(path, save=module.save, **content):
+        if path.endswith("rounds/2.pt"):
+            raise KeyboardInterrupt
+        save(path, **content)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "save", stop)
+        run(module, f"{SHORT} --device {device} --run-dir {folder}")
+    found = [run(module, f"--resume {folder}", folder / "result.json")]
+    for place in ("cpu", device):
+        options = f"--evaluate {folder}/best.pt --episodes 3 --device {place}"
+        found.append(run(module, options, folder / "best_evaluation.json"))
+    return found
 
 
 def watch(module: ModuleType, monkeypatch) -> None:
-    """No update leaves the GPU, and a batch of labels does so only for its states and its rewards."""
-    update = "dqn_update" if hasattr(module, "dqn_update") else "sac_update"
-    monkeypatch.setattr(module, update, counted(getattr(module, update), {}))
-    monkeypatch.setattr(module.ReplayBuffer, "sample", counted(module.ReplayBuffer.sample, {}))
-    monkeypatch.setattr(module.Worker, "label", counted(module.Worker.label, {"to GPU": 1, "to CPU": 1}))
+    """No update leaves the GPU, and a batch of labels does so for its states, rewards and conditions alone."""
+
+    def limit(where, name: str, most: dict) -> None:
+        own = getattr(where, name)
+
+        def counted(*args):
+            before = ways.copy()
+            result = own(*args)
+            assert ways - before <= Counter(most), ways - before
+            return result
+
+        monkeypatch.setattr(where, name, counted)
+
+    limit(module, "dqn_update" if hasattr(module, "dqn_update") else "sac_update", {})
+    limit(module.ReplayBuffer, "sample", {})
+    back = 2 if module.SCRIPT == "sac_clip_humanoid" else 1
+    limit(module.Worker, "label", {"to GPU": 1, "to CPU": back})
 
 
 @pytest.mark.slow("humanoid", "mountaincar")
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_on_a_gpu_is_that_on_a_cpu(script, main, gpu, tmp_path, monkeypatch):
-    """Trained on both, interrupted there and resumed, and its best policy evaluated on both."""
-    module = SCRIPTS[script]
-    main(module, *SHORT, "--device", "cpu", "--run-dir", tmp_path / "cpu")
+def test_a_run_on_a_gpu_is_that_on_a_cpu(script, run, gpu, tmp_path, monkeypatch):
+    module, folder = SCRIPTS[script], tmp_path / "cpu"
+    expected = run(module, f"{SHORT} --device cpu --run-dir {folder}", folder / "result.json")
     assert not ways.total()
-    report = module.Run.report
-
-    def report_and_stop(run, labels, losses):
-        report(run, labels, losses)
-        run.stopped = 2 if run.step == 360 else 0
-
-    monkeypatch.setattr(module.Run, "report", report_and_stop)
     watch(module, monkeypatch)
-    with pytest.raises(SystemExit):
-        main(module, *SHORT, "--device", "cuda", "--run-dir", tmp_path / "gpu")
+    assert interrupted_and_evaluated(run, module, "cuda", tmp_path / "gpu") == [expected] * 3
     assert ways["to GPU"] and ways["to CPU"]
-    main(module, "--resume", tmp_path / "gpu")
-    assert figures(tmp_path / "gpu/result.json") == figures(tmp_path / "cpu/result.json")
-    for device in ("cpu", "cuda"):
-        main(module, "--evaluate", tmp_path / "gpu/best.pt", "--episodes", 3, "--device", device)
-        assert figures(tmp_path / "gpu/best_evaluation.json") == figures(tmp_path / "cpu/result.json")
 
 
 DEFECTS = [
-    ("dqn_clip_cartpole", "ReplayBuffer(args).to(device)", "ReplayBuffer(args)"),
-    ("dqn_clip_cartpole", "mean_network = deepcopy(q_network)", "mean_network = QNetwork()"),
-    ("dqn_clip_cartpole", "policy = deepcopy(mean_network).cpu()", "policy = deepcopy(mean_network)"),
-    ("dqn_clip_cartpole", "torch.arange(width, device=states.device)", "torch.arange(width)"),
+    ("dqn_clip_cartpole", "target_network = deepcopy(q_network)", "target_network = QNetwork()"),
+    ("dqn_clip_cartpole", "policy = deepcopy(target_network).cpu()", "policy = deepcopy(target_network)"),
     ("dqn_clip_cartpole", "(batch_size,), device=self.rewards.device)", "(batch_size,))"),
     ("dqn_clip_cartpole", "torch.stack([rewards.cpu(), ", "torch.stack([rewards, "),
-    ("dqn_clip_cartpole", 'map_location="cpu", weights_only=True)', 'weights_only=True)'),
-    ("sac_clip_mountaincar", "column = left + torch.arange(columns, device=self.device)", "column = left + torch.arange(columns)"),
+    ("dqn_clip_cartpole", 'map_location="cpu", ', ""),
+    ("sac_clip_mountaincar", "torch.arange(columns, device=self.device)", "torch.arange(columns)"),
     ("sac_clip_mountaincar", "torch.randn_like(actions)", "torch.randn(actions.shape)"),
-    ("sac_clip_mountaincar", "actor_loss.detach(), ", "actor_loss.item(), "),
+    ("sac_clip_mountaincar", "value.detach() for", "value.detach().cpu() for"),
     ("sac_clip_humanoid", "2:].flatten(0, 1).to(device))", "2:].flatten(0, 1))"),
-    ("sac_clip_humanoid", 'self.register_buffer("mean", torch.zeros(size))', "self.mean = torch.zeros(size)"),
-    ("sac_clip_humanoid", "            with self.lock:\n                wp.set_device(self.warp_device)", "            if True:"),
+    ("sac_clip_humanoid", "with self.lock:\n                wp.set_device(self.warp_device)", "if True:"),
     ("sac_clip_humanoid", "GEOM_POINTS.values()], device=device)", "GEOM_POINTS.values()])"),
-]  # fmt: skip
+]
 
 
+@pytest.mark.slow("humanoid", "map_location")
 @pytest.mark.parametrize(("script", "right", "wrong"), DEFECTS)
-def test_what_would_be_wrong_on_a_gpu_is_found_without_one(script, right, wrong, main, gpu, tmp_path, monkeypatch):
+def test_what_would_be_wrong_on_a_gpu_is_found(script, right, wrong, run, gpu, tmp_path, monkeypatch):
     source = Path(SCRIPTS[script].__file__).read_text()
     assert right in source
     module = ModuleType(script)
     module.__file__ = SCRIPTS[script].__file__
     monkeypatch.setitem(sys.modules, script, module)
-    exec(compile(source.replace(right, wrong), script, "exec"), module.__dict__)
+    exec(source.replace(right, wrong), module.__dict__)
     watch(module, monkeypatch)
-    with pytest.raises((RuntimeError, AssertionError, TypeError, clip_reward.UsageError)):
-        main(module, *SHORT, "--device", "cuda", "--run-dir", tmp_path / "run")
+    with pytest.raises((RuntimeError, AssertionError, TypeError)):
+        run(module, f"{SHORT} --device cuda --run-dir {tmp_path}/run")
 
 
 def test_weights_go_to_the_gpu_in_their_precision(gpu):
-    moved.clear()
     model = clip_reward.CLIPReward("tiny", "a cart", device="cuda", precision="bf16").model
     weights = [*model.parameters(), *model.buffers()]
-    assert {weight.device for weight in weights} == {torch.device("cuda:0")}
+    assert {weight.device for weight in weights} == {Cuda.device}
     assert sum(moved) < 1.1 * sum(weight.numel() * weight.dtype.itemsize for weight in weights)
 
 
-@pytest.mark.slow
-def test_the_tools_run_on_a_gpu(gpu, tmp_path, monkeypatch, capsys):
-    """The figures of the CPU, by the tools for datasets, reward models, landscapes and speed."""
-    for folder in ("figures", "benchmarks"):
-        monkeypatch.syspath_prepend(str(Path(clip_reward.__file__).parent / folder))
-    import dataset
-    import reward_landscape
-    import reward_models
-    import throughput
-
-    def call(module, *words) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
-        try:
-            module.main()
-        except SystemExit as end:
-            assert not end.code
-
-    for script in SCRIPTS:
-        call(dataset, "--script", script, "--states", "100", "--output", tmp_path / script)
-        tables = []
-        for device in ("cpu", "cuda"):
-            options = "--clip-model tiny --precision fp32 --resamples 10".split()
-            sheet = tmp_path / f"{script}_{device}.png"
-            call(reward_models, "--dataset", tmp_path / script, *options, "--device", device, "--output", sheet)
-            tables.append(sheet.with_suffix(".csv").read_text())
-            for kept in (tmp_path / script / "embeddings").iterdir():
-                kept.unlink()
-        assert tables[0] == tables[1]
-    curves = []
-    for device in ("cpu", "cuda"):
-        path = tmp_path / f"{device}.png"
-        call(reward_landscape, "--points", "9", "--clip-model", "tiny", "--device", device, "--output", path)
-        curves.append(path.with_suffix(".csv").read_text())
-    assert curves[0] == curves[1]
-
-    monkeypatch.setattr(throughput, "run_loop", lambda *_: 100.0)
-    monkeypatch.setattr(throughput, "matmul_rate", lambda device: 1e12)
-    monkeypatch.setattr(throughput, "ThreadPoolExecutor", Inline)
-    monkeypatch.setattr(throughput.rate, "__defaults__", (0.0,))
-    for script in SCRIPTS:
-        args = throughput.Args(device="cuda", steps_per_round=32, repetitions=1, clip_batch_size=16)
-        assert len(throughput.measure(script, "tiny", "fp32", 8, args).split("|")) == 15
-
-
-def test_the_page_of_a_gpu_machine(tmp_path):
-    """`benchmarks/gpu.sh` with an nvidia-smi that knows two GPUs, and a python that answers at once."""
-    root = Path(clip_reward.__file__).parent
-    commands = {
-        "nvidia-smi": "echo NVIDIA H200, 570; echo NVIDIA H200, 570",
-        "python": 'case "$*" in *throughput*) printf "cuda\\n| script | loop |\\n|---|---|\\n| dqn | 1,234 |\\n";; *pytest*) echo 12 passed;; esac',
-        "git": "echo abc",
-    }
-    for name, command in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "results").mkdir()
-    script = shutil.copy(root / "benchmarks" / "gpu.sh", tmp_path / "benchmarks")
-    paths = f"{tmp_path}:{os.environ['PATH']}"
-    subprocess.run([script], env=os.environ | {"PATH": paths}, check=True, capture_output=True)
-    page = (tmp_path / "results" / "gpu.md").read_text()
-    table = "| GPUs | script | loop |\n|---|---|---|\n| 0 | dqn | 1,234 |\n| 0,1 | dqn | 1,234 |\n"
-    assert page.endswith(table) and "12 passed" in page and "- NVIDIA H200, 570" in page
-    assert (tmp_path / "results" / "gpu.csv").read_text() == "GPUs,script,loop\n0,dqn,1;234\n0;1,dqn,1;234\n"
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_reward_program_works_beside_a_gpu(script, gpu, tmp_path, monkeypatch):
+    """Its rewards are on the CPU, where it runs, and the humanoid's conditions on the GPU."""
+    module, states = module_and_states(script)
+    odd = "    return frames.sum((1, 2, 3)) % 2 == 1"
+    (tmp_path / "odd.py").write_text(f"import numpy as np\nSIZE = 32, 48\ndef odd(frames):\n{odd}\n")
+    watch(module, monkeypatch)
+    labels = []
+    for place in (CPU, Cuda.device):
+        labels.append(module.Worker(settings(script, place, tmp_path / "odd.py"), place).label(states[:10]))
+    assert torch.equal(*labels) and 0 < labels[0][:, 0].mean() < 1
 
 
 # ---- On the device itself, the GPU where there is one
 
 
 @pytest.fixture(params=["cpu", "cuda"])
-def device(request) -> torch.device:
+def device(request) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    return torch.device(request.param, 0 if request.param == "cuda" else None)
+    return request.param
 
 
-def some_states(script: str, n: int = 40) -> torch.Tensor:
-    """States that differ, as they are drawn."""
-    module, args = SCRIPTS[script], SCRIPTS[script].Args(episode_length=n // 4)
-    envs = {"dqn_clip_cartpole": "CartPole", "sac_clip_mountaincar": "MountainCar"}
-    envs = getattr(module, envs[script])(4) if script in envs else module.make_envs(4, args)
-    drawn, policy = [], (module.QNetwork(),) if script == "dqn_clip_cartpole" else (None,)
-    module.rollout(*policy, 1.0, envs, SimpleNamespace(add=drawn.append), 1, args)
-    return torch.cat(drawn)
+def module_and_states(script: str) -> tuple[ModuleType, torch.Tensor]:
+    size = {"dqn_clip_cartpole": 4, "sac_clip_mountaincar": 2, "sac_clip_humanoid": 24}[script]
+    return SCRIPTS[script], torch.rand(41, size, generator=torch.Generator().manual_seed(1)) - 0.5
 
 
-def frames_of(script: str, states: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if script == "dqn_clip_cartpole":
-        return dqn_clip_cartpole.draw(states.to(device), 96, 96).cpu()
-    look = ("realistic",) if script == "sac_clip_mountaincar" else ("realistic", "fixed", 1, 16)
-    frames = SCRIPTS[script].Scene(96, 96, *look, device).draw(states)
-    return (frames[0] if script == "sac_clip_humanoid" else frames).cpu()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_frames_are_those_of_a_cpu(script, device):
-    """To 2 of 255; at the edges of what is ray-traced a ray may just miss on one of the two."""
-    states = some_states(script)
-    there, here = frames_of(script, states, device), frames_of(script, states, torch.device("cpu"))
-    apart = (there.int() - here.int()).abs()
-    assert (apart > 2).float().mean() <= (1e-3 if script == "sac_clip_humanoid" else 0)
-    assert here.float().std() > 10
-
-
-@pytest.mark.parametrize("how", [{"alpha": 0.0}, {"alpha": 0.5}, {"negative_prompts": ["a cart", "a pole that lies down"]}])
-def test_rewards_are_those_of_a_cpu(how, device):
-    frames = frames_of("dqn_clip_cartpole", some_states("dqn_clip_cartpole"), torch.device("cpu"))
-    prompts = "pole vertically upright on top of the cart", "pole and cart"
-    there, here = (clip_reward.CLIPReward("tiny", *prompts, device=place, **how)(frames).cpu() for place in (device, "cpu"))
-    assert here.std() > 0.01
-    torch.testing.assert_close(there, here, atol=2e-3, rtol=0)
+def settings(script: str, device: str | torch.device, clip_model: str | Path = "tiny"):
+    """Of a reward of each kind: contrastive, α = 0.5, α = 0."""
+    own = {
+        "dqn_clip_cartpole": {"negative_prompt": ("pole and cart",), "temperature": 0.1},
+        "sac_clip_mountaincar": {},
+        "sac_clip_humanoid": {"prompt": ("a humanoid robot kneeling",), "task": "kneeling"},
+    }[script]
+    options = {"device": str(device), "clip_model": str(clip_model), "precision": "fp32"}
+    return SCRIPTS[script].Args(clip_batch_size=10, **options, **own)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_labels_come_in_the_order_of_the_states(script, device):
-    module, states = SCRIPTS[script], some_states(script)
-    prompt = ("a humanoid robot kneeling",) if script == "sac_clip_humanoid" else module.Args().prompt
-    settings = module.Args(prompt=prompt, clip_model="tiny", precision="fp32", clip_batch_size=7)
-    threads = torch.get_num_threads()
-    labeller = clip_reward.Labeller(module.Worker, settings, torch.device(device.type))
+def test_frames_and_rewards_are_those_of_a_cpu_in_the_order_of_the_states(script, device):
+    """Frames to 2 of 255; at the edges of what is ray-traced a ray may just miss on one of the two."""
+    module, states = module_and_states(script)
+    labeller = clip_reward.Labeller(module.Worker, settings(script, device))
     for part in states.split(9):
         labeller.add(part)
-    labels = labeller.result()
-    labeller.pool.shutdown()
-    torch.set_num_threads(threads)
-    alone = torch.cat([module.Worker(settings, torch.device("cpu")).label(state[None]) for state in states[::5]])
-    torch.testing.assert_close(labels[::5], alone, atol=5e-3, rtol=0, equal_nan=True)
+    here = module.Worker(settings(script, "cpu"), CPU)
+    alone = torch.cat([here.label(state[None]) for state in states])
+    assert alone[:, 0].std() > 0.01
+    torch.testing.assert_close(labeller.result(), alone, atol=5e-3, rtol=0)
+
+    frames = []
+    for worker in (here, labeller.free.get()):
+        worker.reward_model.register_forward_pre_hook(lambda _, seen: frames.append(seen[0].cpu().int()))
+        worker.label(states)
+    apart = (frames[0] - frames[1]).abs() > 2
+    assert apart.float().mean() <= (1e-3 if script == "sac_clip_humanoid" else 0)
 
 
-@pytest.mark.slow("humanoid", "mountaincar")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_there_is_resumed_and_its_policy_plays_on_both(script, device, main, tmp_path):
-    module = SCRIPTS[script]
-    main(module, *SHORT, "--device", device.type, "--run-dir", tmp_path / "run")
-    before = torch.load(tmp_path / "run/checkpoint.pt", map_location="cpu", weights_only=True)
-    assert before["rb"]["states"].abs().sum() > 0 and before["progress"][0] == 480
-    main(module, "--resume", tmp_path / "run")
-    returns = [figures(tmp_path / "run/result.json")["clip_return"]]
-    for place in ("cpu", device.type):
-        main(module, "--evaluate", tmp_path / "run/best.pt", "--episodes", 3, "--device", place)
-        returns.append(figures(tmp_path / "run/best_evaluation.json")["clip_return"])
+def test_a_run_there_is_resumed_and_its_policy_plays_on_both(script, run, device, tmp_path):
+    found = interrupted_and_evaluated(run, SCRIPTS[script], device, tmp_path / "run")
+    returns = [figures["clip_return"] for figures in found]
     assert returns == pytest.approx([returns[0]] * 3, rel=0.05)

@@ -1,111 +1,193 @@
-"""The environment and the drawing against Gymnasium's, and a training."""
+"""DQN; dynamics and frames of CartPole and MountainCar; buffers and trainings of all scripts."""
 
 import math
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector as flat
 from torchvision.transforms.functional import resize
 
-from dqn_clip_cartpole import CartPole, draw, ground_truth_reward, summary
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*already returned terminated.*")  # Gymnasium's, which plays on here
-
-
-def references_of(envs: CartPole) -> list[gym.Env]:
-    references = [gym.make("CartPole-v1").unwrapped for _ in range(envs.num_envs)]
-    for reference, state in zip(references, envs.state.T):
-        reference.reset()
-        reference.state = state.copy()
-    return references
+import dqn_clip_cartpole
+import sac_clip_humanoid
+import sac_clip_mountaincar
+from dqn_clip_cartpole import Args, CartPole, QNetwork, dqn_update, render
+from sac_clip_mountaincar import MountainCar, Scene
 
 
-def test_dynamics_are_gymnasiums_over_200_random_steps_and_nothing_ends():
+def play(envs, name: str, starts: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Actions (T, N, …) -> states (T, N, S) of ours, of Gymnasium's, and whether that says `terminated`."""
+    steps = [envs.step(action) for action in actions]
+    assert not any(step[2].any() or step[3].any() for step in steps)
+    states = np.stack([step[0] for step in steps])
+    expected = np.empty(states.shape)
+    terminated = np.empty(states.shape[:2], dtype=bool)
+    env = gym.make(name).unwrapped
+    for n, start in enumerate(starts):
+        env.state = start
+        for t in range(len(actions)):
+            expected[t, n], _, terminated[t, n], _, _ = env.step(actions[t, n])
+    return states, expected, terminated
+
+
+def ground_truth(script, states: np.ndarray, success: np.ndarray) -> np.ndarray:
+    """Success until each step (T, N); -> ground-truth rewards (T, N), after a look at the summary."""
+    truth = script.ground_truth_reward(torch.from_numpy(states).flatten(0, 1)).view(success.shape)
+    for t in (10, 30, 60, len(truth)):
+        returned = truth[:t].sum(0).mean().item()
+        means = {"success_rate": success[t - 1].mean(), "ground_truth_return": returned}
+        labels = torch.stack([truth + 1, truth], dim=2)[:t]
+        assert script.summary(labels) == pytest.approx(means | {"clip_return": t + returned}, rel=1e-5)
+    return truth.numpy()
+
+
+@pytest.mark.filterwarnings("ignore:.*already returned terminated.*")  # Gymnasium's, which plays on here
+def test_cartpole_and_its_success_are_gymnasiums_but_for_the_edges():
     envs = CartPole(32)
-    obs, _ = envs.reset(seed=3)
-    assert np.abs(obs).max() <= 0.05 and obs.std() > 0.02
-    references, rng = references_of(envs), np.random.default_rng(0)
-    inside = np.ones(32, dtype=bool)  # a cart that ran into the edge of the picture is where Gymnasium's would drive on
-    fell = 0
-    for _ in range(200):
-        actions = rng.integers(2, size=32)
-        obs, _, terminations, truncations, _ = envs.step(actions)
-        assert obs.dtype == np.float32 and not terminations.any() and not truncations.any()
-        expected = np.stack([reference.step(action)[0] for reference, action in zip(references, actions)])
-        inside &= np.abs(expected[:, 0]) < 2.4
-        difference = obs - expected
-        difference[:, 2] = (difference[:, 2] + math.pi) % (2 * math.pi) - math.pi  # ours is wrapped
-        assert np.abs(difference[inside]).max() < 1e-5
-        fell += (np.abs(obs[:, 2]) > math.pi / 2).sum()
-    assert inside.sum() >= 8 and fell > 0  # the comparison went all the way, and past the horizontal
+    envs.reset(seed=3)
+    actions = np.random.default_rng(0).integers(2, size=(200, 32))
+    actions[:, :2] = (0, 1)  # these drive straight to the edges of the picture
+    states, expected, terminated = play(envs, "CartPole-v1", envs.state.T.copy(), actions)
+    in_view = np.logical_and.accumulate(np.abs(expected[:, :, 0]) < 2.4)  # Gymnasium's drives on
+    difference = states - expected
+    difference[:, :, 2] = (difference[:, :, 2] + math.pi) % (2 * math.pi) - math.pi  # ours is wrapped
+    assert np.abs(difference[in_view]).max() < 1e-5 and 8 <= in_view[-1].sum() < 32
+    x, _, theta, _ = states.transpose(2, 0, 1)
+    assert np.abs(x).max() <= 2.4 + 1e-6 and 3 < np.abs(theta).max() <= math.pi + 1e-6
+    assert x[-1, :2].tolist() == pytest.approx([-2.4, 2.4])
+    truth = ground_truth(dqn_clip_cartpole, states, ~np.logical_or.accumulate(terminated))
+    unturned = in_view & (np.abs(expected[:, :, 2]) < math.pi)
+    assert np.array_equal(truth[unturned], ~terminated[unturned]) and not truth[np.abs(x) > 2.399].any()
 
 
-def test_success_and_ground_truth_are_gymnasiums_limits():
-    rng, envs = np.random.default_rng(1), CartPole(16)
-    envs.reset(seed=0)
-    references, alive, labels = references_of(envs), np.ones(16, dtype=bool), []
-    for _ in range(60):
-        actions = rng.integers(2, size=16)
-        obs, *_ = envs.step(actions)
-        alive &= ~np.array([reference.step(action)[2] for reference, action in zip(references, actions)])
-        true_rewards = ground_truth_reward(torch.from_numpy(obs))
-        assert (true_rewards.bool().numpy() >= alive).all()
-        labels.append(torch.stack([0.5 * torch.ones(16), true_rewards], dim=1))
-        figures = summary(torch.stack(labels))
-        assert figures["success_rate"] == pytest.approx(alive.mean())
-    assert not alive.all()  # random actions drop the pole, and yet nobody was stopped
-    assert figures["clip_return"] == pytest.approx(30)
-    assert figures["ground_truth_return"] == pytest.approx(torch.stack(labels)[:, :, 1].sum().item() / 16)
+def test_mountaincar_and_its_success_are_gymnasiums_but_the_goal_is_absorbing():
+    envs = MountainCar(48)
+    other, once, again = (envs.reset(seed=seed)[0] for seed in (4, 3, 3))
+    assert np.array_equal(once, again) and not np.array_equal(once, other)
+    assert np.abs(once[:, 0] + 0.5).max() <= 0.1 and once[:, 0].std() > 0.04 and not once[:, 1].any()
+    actions = np.random.default_rng(0).uniform(-1.5, 1.5, (200, 48, 1))  # beyond the limits, too
+    actions[:, :24] = np.where(np.arange(200) % 86 < 43, -1, 1)[:, None, None]  # half of them swing up
+    states, expected, terminated = play(envs, "MountainCarContinuous-v0", envs.state.copy(), actions)
+    there = np.logical_or.accumulate(terminated)
+    assert there[-1, :24].all() and not there[-1, 24:].all()
+    assert (states[:, :, 0] == np.float32(-1.2)).any()  # some hit the wall
+    same = np.abs(states - expected).max(2) < 1e-5
+    assert same[0].all() and same[1:][~there[:-1]].all()  # up to the step to the goal
+    assert np.array_equal(states[1:][there[:-1]], states[:-1][there[:-1]])
+    assert np.array_equal(ground_truth(sac_clip_mountaincar, states, there), there)
 
 
-def test_state_stays_in_view_and_leaving_it_is_no_success():
-    envs = CartPole(2)
-    envs.reset(seed=0)
-    for _ in range(200):
-        obs, *_ = envs.step(np.array([1, 0]))
-        assert np.abs(obs[:, 0]).max() <= 2.4 + 1e-6 and np.abs(obs[:, 2]).max() <= math.pi + 1e-6
-    assert obs[:, 0].tolist() == pytest.approx([2.4, -2.4])
-    limits = [[2.39, 0.2], [-2.39, -0.2], [2.4, 0.0], [-2.4, 0.0], [0.0, 0.21], [0.0, -0.21], [0.0, math.pi]]
-    states = torch.tensor([[x, 0.0, theta, 0.0] for x, theta in limits])
-    assert ground_truth_reward(states).tolist() == [1, 1, 0, 0, 0, 0, 0]
+def render_car(states: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    return Scene(height, width, "original", states.device).render(states)
 
 
-@pytest.fixture(scope="module")
-def gymnasium_frames() -> tuple[torch.Tensor, torch.Tensor]:
-    rng = np.random.default_rng(0)
-    states = np.zeros((48, 4))
-    states[:, 0], states[:, 2] = rng.uniform(-2.4, 2.4, 48), rng.uniform(-math.pi, math.pi, 48)
-    states[:16, 2] = rng.uniform(-0.25, 0.25, 16)
-    env = gym.make("CartPole-v1", render_mode="rgb_array")
-    env.reset()
+CART = ("CartPole-v1", render, [-2.4, 0, -math.pi, 0], [2.4, 0, math.pi, 0], (0.8, 0.5, 0.4, 0.2))
+CAR = ("MountainCarContinuous-v0", render_car, [-1.2, 0], [0.6, 0], (0.7, 0.6, 0.6, 0.5))
+
+
+@pytest.mark.parametrize("name, render, low, high, limits", [CART, CAR])
+def test_frames_are_gymnasiums_and_each_states_own(name, render, low, high, limits):
+    states = np.random.default_rng(0).uniform(low, high, (48, len(low)))
+    states[:16, 2:] /= 12  # poles that are nearly upright
+    states[:4, 0] = (-1.2, 0.45, 0.5, 0.6)  # cars at the wall, at the goal and beyond
+    env = gym.make(name, render_mode="rgb_array").unwrapped
     frames = []
     for state in states:
-        env.unwrapped.state = state
+        env.state = state
         frames.append(env.render())
-    return torch.from_numpy(states), torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    original = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    apart = np.abs(states - states[::-1])[:, 0] > 0.2
+    states = torch.from_numpy(states)
+    for size, limit in zip(((64, 64), (224, 224), (336, 336), (400, 600)), limits):
+        reference = resize(original, size, antialias=True).float()
+        frames = render(states, *size)
+        assert frames.shape == (48, 3, *size) and frames.dtype == torch.uint8
+        assert (frames - reference).abs().mean((1, 2, 3)).max() < limit
+        assert (frames.flip(0) - reference).abs().mean((1, 2, 3))[apart].min() > limit  # another state's
+        assert torch.equal(torch.cat([render(state[None], *size) for state in states[:7]]), frames[:7])
+        assert render(states[:0], *size).shape == (0, 3, *size)
 
 
-# An empty white frame would already be within 2.6 of 255 on average, so the limits are far below the 3 that were asked for.
-@pytest.mark.parametrize("height, width, limit", [(64, 64, 0.8), (224, 224, 0.5), (336, 336, 0.4), (400, 600, 0.2)])
-def test_drawing_is_gymnasiums_frame(gymnasium_frames, height, width, limit):
-    states, reference = gymnasium_frames
-    reference = resize(reference, [height, width], antialias=True).float()
-    frames = draw(states, height, width)
-    assert frames.shape == (48, 3, height, width) and frames.dtype == torch.uint8
-    difference = (frames.float() - reference).abs().mean(dim=(1, 2, 3))
-    assert difference.max() < limit
-    assert ((255 - reference).abs().mean(dim=(1, 2, 3)) > 2 * limit).all()  # a white frame fails
+PROGRAM = Path(__file__).parent.parent / "code_reward/programs/mountaincar.py"
+HUMANOID = partial(sac_clip_humanoid.ReplayBuffer, 177)
+BUFFERS = [  # class, settings, n of n-step returns, whether rewards are standardized
+    (dqn_clip_cartpole.ReplayBuffer, Args(), [], True),
+    (sac_clip_mountaincar.ReplayBuffer, sac_clip_mountaincar.Args(), [], False),
+    (HUMANOID, sac_clip_humanoid.Args(), [3], True),
+    (HUMANOID, sac_clip_humanoid.Args(standardize_rewards=False), [1], False),
+]
 
 
-def test_every_frame_is_drawn_from_its_own_state():
-    states = torch.zeros(5, 4)
-    states[:, 0], states[:, 2] = torch.linspace(-2, 2, 5), torch.linspace(-1, 1, 5)
-    together = draw(states, 64, 64)
-    for i in range(5):
-        assert torch.equal(together[i : i + 1], draw(states[i : i + 1], 64, 64))
-    assert draw(states[:0], 64, 64).shape == (0, 3, 64, 64)
+@pytest.mark.parametrize("Buffer, args, n_step, standardized", BUFFERS)
+def test_replay_buffer_keeps_the_newest_rounds_and_pairs_states(Buffer, args, n_step, standardized):
+    """In round k step t of environment i has the state 1000 k + 10 t + i, and as reward its tenfold."""
+
+    def make(steps: int, num_envs: int, buffer_size: int):
+        sizes = {"episode_length": steps, "num_envs": num_envs, "buffer_size": buffer_size}
+        return Buffer(replace(args, total_timesteps=10**6, **sizes), torch.device("cpu"))
+
+    def add(rb, numbers: torch.Tensor, rewards: torch.Tensor) -> None:
+        states = numbers[:, :, None].expand(rb.states.shape[1:])
+        shape = rb.actions.shape[1:]
+        rb.add(states, states[:-1, :, : math.prod(shape[2:])].reshape(shape) % 2, rewards)
+
+    n = sum(n_step) or 1
+    rb = make(5, 3, 50)
+    rounds = [1000.0 * k + 10 * torch.arange(6)[:, None] + torch.arange(3) for k in range(7)]
+    for k, numbers in enumerate(rounds):
+        add(rb, numbers, 10 * numbers[:-1])
+        assert rb.rounds == k + 1 and rb.capacity == 4  # 50 transitions in whole rounds
+        obs, next_obs, actions, rewards = rb.sample(3000, *n_step)
+        kept = torch.stack(rounds[max(0, k - 3) : k + 1])[:, :-1]
+        starts, counts = obs[:, 0].unique(return_counts=True)
+        assert torch.equal(starts, kept[:, : 6 - n].flatten()) and counts.min() > 0.5 * counts.float().mean()
+        assert torch.equal(next_obs, obs + 10 * n) and (actions.view(3000, -1) == obs[:, :1] % 2).all()
+        expected = torch.stack([10 * obs[:, 0] + 100 * step for step in range(n)])
+        if standardized:
+            expected = (expected - 10 * kept.mean()) / (10 * kept.std(correction=0))
+        torch.testing.assert_close(rewards.view(n, 3000), expected, rtol=1e-4, atol=1e-3)
+    for steps, num_envs in ((n, 1), (100, 16)):  # equal rewards: a single transition, and many
+        rb = make(steps, num_envs, 1)
+        add(rb, torch.zeros(steps + 1, num_envs), torch.full((steps, num_envs), 0.3217))
+        assert (rb.sample(50, *n_step)[3] == (0 if standardized else torch.tensor(0.3217))).all()
 
 
-def test_it_is_learned(learned):
-    assert learned("dqn_clip_cartpole", "--total-timesteps=38400") >= 0.7
+@pytest.mark.parametrize("scale", [1, 100])  # of the observations: with the larger one gradients are cut
+def test_one_update_is_dqns(scale):
+    """Calculated again in float64."""
+    torch.manual_seed(0)
+    q_network, target_network = (QNetwork().double() for _ in range(2))
+    q_before, target_before = deepcopy((q_network, target_network))
+    obs, next_obs = scale * torch.randn(2, 32, 4).double()
+    actions = torch.randint(2, (32,))
+    rewards = 5 * torch.rand(32).double()
+    optimizer = torch.optim.SGD(q_network.parameters(), lr=0.1)
+    batch = (obs, next_obs, actions, rewards)
+    losses = dqn_update(q_network, target_network, optimizer, batch, Args(gamma=0.9, tau=0.1))
+    td_target = rewards + 0.9 * target_before(next_obs).amax(1).detach()
+    error = (q_before(obs)[torch.arange(32), actions] - td_target).abs()
+    loss = torch.where(error < 1, 0.5 * error**2, error - 0.5).mean()  # Huber's
+    gradient = flat(torch.autograd.grad(loss, [*q_before.parameters()]))
+    assert losses["td_loss"].item() == pytest.approx(loss.item()) and (gradient.norm() > 10) == (scale > 1)
+    networks = (q_network, q_before, target_network, target_before)
+    q_values, q_old, target, target_old = (flat(net.parameters()) for net in networks)
+    torch.testing.assert_close(q_values, q_old - 0.1 * gradient * min(1, 10 / gradient.norm()))
+    torch.testing.assert_close(target, 0.9 * target_old + 0.1 * q_values)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["dqn_clip_cartpole", "--total-timesteps=38400"],
+        ["sac_clip_mountaincar", "--total-timesteps=128000", f"--clip-model={PROGRAM}"],
+        pytest.param(["sac_clip_mountaincar"], marks=pytest.mark.slow),
+        pytest.param(["sac_clip_humanoid", "--total-timesteps=51200"], marks=pytest.mark.slow),  # 2 minutes
+    ],
+)
+def test_it_is_learned(words, learned):
+    assert learned(*words) >= 0.7
