@@ -14,9 +14,11 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -352,6 +354,8 @@ class RayWorker:
         if ray.cluster_resources().get(kind, 0) < args.ray_workers:  # the others would wait for ever
             raise UsageError(f"--ray-workers {args.ray_workers} need as many {kind}s of the Ray cluster")
         self.ray = ray
+        if Worker.__module__ == "__main__":  # by its name; by value Ray would pickle all that it refers to
+            Worker = import_module(Path(sys.argv[0]).stem).Worker
         actor = ray.remote(num_cpus=1, num_gpus=int(kind == "GPU"))(Worker)
         self.actor = actor.remote(args, torch.device(device.type))
 
