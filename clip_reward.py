@@ -247,6 +247,23 @@ class RewardArgs:
         if os.path.exists(path) and (kind or path.endswith(".py")):
             self.clip_model = kind + os.path.abspath(path)
 
+    def check_resumed(self, before: dict) -> None:
+        """The rounds that a run has kept were played and rewarded by these settings: refuse others."""
+        names = (
+            "prompt",
+            "baseline_prompt",
+            "goal_baseline_alpha",
+            "negative_prompt",
+            "temperature",
+            "threshold",
+        )
+        names += ("reward", "textures", "camera", "supersample", "full_obs", "num_envs", "episode_length")
+        for name in names:
+            if name in before and before[name] != getattr(self, name):
+                raise UsageError(
+                    f"this run began with --{name.replace('_', '-')} {before[name]}, and keeps it"
+                )
+
     def describe(self) -> None:
         """Print who rewards what."""
         if self.clip_model.endswith(".py"):

@@ -42,7 +42,9 @@ class Args(RewardArgs):
 
     prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)  # the goal
     baseline_prompt: tuple[str, ...] = ("pole and cart",)  # what the scene looks like in general
-    reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth, for reference: 1 in v1's limits
+    reward: Literal["clip", "ground-truth"] = (
+        "clip"  # ground-truth, for reference: 1 while CartPole-v1 goes on
+    )
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int | None = None  # of all environments (default: 64,000 with tiny, else 3,000,000)
     num_envs: int = 16  # environments side by side
@@ -54,8 +56,10 @@ class Args(RewardArgs):
     gamma: float = 0.99  # discount factor
     tau: float = 0.0025  # how far the target network follows at each update (copied every 625 updates)
     batch_size: int = 128  # transitions per update (Stable-Baselines3's default, 32)
-    end_e: float = 0.05  # share of random actions at the end; after learning starts it is 1 - step / ...
-    exploration_fraction: float = 0.1  # ... this share of all steps, or end_e
+    # The share of random actions falls as 1 - step / (exploration_fraction * all steps), not below end_e: by
+    # default at once where learning starts.
+    end_e: float = 0.05
+    exploration_fraction: float = 0.1
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
     checkpoint_every: int = 32_000  # steps between two evaluations; the best policy is kept (64,000)
@@ -93,7 +97,7 @@ class CartPole(CartPoleVectorEnv):
 # ---- Rendering and labelling
 
 # Gymnasium's frame, in whose pixels the scene is described: 125 a metre, the axle at (300 + 125 x,
-# 107.5) from the lower left, cart 50 x 30, pole 10 x 125; below half of that, and half a pixel of filling.
+# 107.5) from the lower left, cart 50 x 30, pole 10 x 125; below half of that, and half a pixel of outline.
 SCREEN_WIDTH, SCREEN_HEIGHT = 600, 400
 COLORS = ((255, 255, 255), (202, 152, 101), (129, 132, 203))  # background, pole, axle; the rest is black
 
@@ -143,7 +147,7 @@ class Worker:
     """Renders states and rewards the frames on one device; the `Labeller` has one for each core or GPU."""
 
     def __init__(self, args: Args, device: torch.device, reward_model: nn.Module | None = None):
-        self.reward_model = reward_model or make_reward(args, device)  # a `CLIPReward`, see clip_reward.py
+        self.reward_model = reward_model or make_reward(args, device)  # a CPU's workers share one
 
     @torch.no_grad()
     def label(self, states: torch.Tensor) -> torch.Tensor:
@@ -160,7 +164,7 @@ class ReplayBuffer:
     """The newest rounds, played and rewarded, in preallocated tensors on the learner's device.
 
     Rewards are standardized by the mean and deviation of all kept. As no episode ends early, that changes no
-    optimal policy; but CLIP's rewards lie close together, far from 0: the values' differences would be lost.
+    optimal policy; without it the values' differences would be lost, as CLIP's rewards are nearly alike.
 
     There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
     property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
@@ -182,7 +186,7 @@ class ReplayBuffer:
         self.actions[i] = actions
         self.rewards[i] = rewards
         self.rounds += 1
-        kept = self.rewards[: self.rounds].double()  # or equal rewards would not come out as 0
+        kept = self.rewards[: self.rounds].double()  # so that equal rewards come out as 0
         self.mean = kept.mean()
         self.std = kept.std(correction=0) + 1e-8
 
@@ -263,11 +267,11 @@ def train(args: Args, labeller: Labeller) -> None:
     envs = CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network = QNetwork().to(device)
-    target_network = deepcopy(q_network)  # the mean of its weights; it acts, too, being steadier
+    target_network = deepcopy(q_network)  # the running mean of its weights acts, too: it is steadier
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     rb = ReplayBuffer(args, device)
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer}  # of a checkpoint
-    global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
+    global_step, best_return, _lock = open_run(args, labeller, rb, parts)  # locked as long as _lock lives
 
     def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
@@ -280,7 +284,7 @@ def train(args: Args, labeller: Labeller) -> None:
         import wandb
 
         wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
-    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged beyond goes
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # drops what a kill left behind
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
     started = time.perf_counter()
 
@@ -309,9 +313,9 @@ def train(args: Args, labeller: Labeller) -> None:
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)
         clip_rewards, ground_truth_rewards = labels.unbind(dim=2)
         rewards = ground_truth_rewards if args.reward == "ground-truth" else clip_rewards
-        rb.add(states, actions, rewards)
 
-        # ---- Report: curves, now and then an evaluation, whose best policy is kept, and a checkpoint.
+        # ---- Report: store the round; curves, now and then an evaluation, a checkpoint.
+        rb.add(states, actions, rewards)
         save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, rewards))
         global_step += rewards.numel()
         means = summary(labels)
@@ -325,12 +329,13 @@ def train(args: Args, labeller: Labeller) -> None:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
                 raise UsageError("the reward is the same in all states: try another prompt or --threshold")
-        if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
+        passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
+        if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(target_network, args.num_envs, labeller, args)
             means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
-            frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[0]
+            frames = pictures(states[:, :1], labels[:, :1, 0], 8)[0]
             writer.add_images("frames", frames, global_step, dataformats="NHWC")
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
             if earned > best_return:
@@ -338,18 +343,18 @@ def train(args: Args, labeller: Labeller) -> None:
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
+        writer.flush()
         if not all(map(math.isfinite, scalars.values())):
             raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
-        writer.flush()
         checkpoint("checkpoint.pt")
-        left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
-        left.unlink(missing_ok=True)
+        old = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # no longer in the buffer
+        old.unlink(missing_ok=True)
 
     bar.close()
     load(f"{args.run_dir}/best.pt", policy=target_network)
     states, labels = evaluate(target_network, args.episodes, labeller, args)
     for name, value in summary(labels).items():
-        writer.add_scalar(f"result/{name}", value, global_step + 1)  # a longer run forgets it
+        writer.add_scalar(f"result/{name}", value, global_step + 1)  # --resume drops it
     writer.close()
     write_result(Path(args.run_dir, "result"), states, labels, args)
 
@@ -358,7 +363,7 @@ def train(args: Args, labeller: Labeller) -> None:
 
 
 def ground_truth_reward(states: torch.Tensor) -> torch.Tensor:
-    """States (N, 4) -> 1.0 within CartPole-v1's limits, else 0.0 (N,): Gymnasium's own reward."""
+    """States (N, 4) -> 1.0 within the limits where CartPole-v1 would go on, else 0.0 (N,)."""
     inside = (states[:, 0].abs() < X_LIMIT) & (states[:, 2].abs() <= THETA_LIMIT)  # a clipped x is outside
     return inside.float()
 
@@ -378,10 +383,10 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
     """Play without exploration, from starts of its own -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, CartPole(episodes), labeller, seed, args)
-    return states[1:], labeller.result("evaluate").view(args.episode_length, episodes, 2)
+    return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, 2)
 
 
-def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
+def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode (N, count, H, W, 3)."""
     images = []
     steps = np.linspace(0, len(states) - 1, count).round().astype(int)
@@ -389,7 +394,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
         frames = render(states[t], SCREEN_HEIGHT // 2, SCREEN_WIDTH // 2)
         for frame, reward in zip(F.pad(frames, (0, 0, 0, 24)).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(frame)
-            text = f"step {t + 1}   CLIP reward {reward:.3f}"
+            text = f"step {t + 1}   reward {reward:.3f}"
             ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
@@ -402,9 +407,9 @@ def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: A
     result["settings"] = asdict(args)
     result["versions"] = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
     Path(f"{path}.json").write_text(json.dumps(result, indent=2))
-    sheet = pictures(states[:, :4], labels[:, :4, 0], 8, args).swapaxes(1, 2)  # (4, H, 8, W, 3)
+    sheet = pictures(states[:, :4], labels[:, :4, 0], 8).swapaxes(1, 2)  # (4, H, 8, W, 3)
     iio.imwrite(f"{path}.png", sheet.reshape(-1, 8 * sheet.shape[3], 3))
-    film = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
+    film = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels)))
     iio.imwrite(f"{path}.mp4", film, plugin="pyav", codec="libx264", fps=50)
     print(f"written to {path}.json, .png, .mp4")
 
@@ -428,8 +433,8 @@ def load(path: str, **parts) -> dict:
     return content
 
 
-def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
-    """Make the run's folder, or restore parts and buffer from it -> step, best return, lock."""
+def open_run(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
+    """Make the run's folder, or with --resume restore parts and buffer -> step, best return, lock."""
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
     lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
     try:
@@ -441,22 +446,23 @@ def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tupl
     if args.resume is None:
         return 0, -math.inf, lock
     kept = load(f"{args.run_dir}/checkpoint.pt", **parts)
-    if (kept["reward"] - labeller.fingerprint).norm() > 0.05:  # more than another precision makes
-        raise UsageError(f"{args.run_dir} began with another prompt or reward model")
+    fingerprint = labeller.fingerprint
+    if kept["reward"].shape != fingerprint.shape or (kept["reward"] - fingerprint).norm() > 0.05:
+        raise UsageError(f"{args.run_dir} began with another reward model, or its weights have changed")
     rounds = kept["step"] // (args.num_envs * args.episode_length)
     rb.rounds = max(0, rounds - rb.capacity)
     while rb.rounds < rounds:
         rb.add(*load(f"{args.run_dir}/rounds/{rb.rounds}.pt")["round"])
     for k, events in enumerate(sorted(Path(args.run_dir).glob("events*"))):
-        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # before new ones, by any clock
+        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # read by name, before new ones
     return kept["step"], kept["best_return"], lock
 
 
 def read_settings() -> Args:
     """The command line -> complete settings; those of a checkpoint are the defaults."""
     args = tyro.cli(Args)
-    path = args.evaluate if args.resume is None else f"{args.resume}/checkpoint.pt"
-    if path is not None:
+    if args.evaluate is not None or args.resume is not None:
+        path = args.evaluate or f"{args.resume}/checkpoint.pt"
         checkpoint = load(path)
         if checkpoint.get("script") != SCRIPT:
             raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
@@ -465,7 +471,9 @@ def read_settings() -> Args:
         if settings["clip_model"].endswith(".py"):
             settings["clip_model"] = tyro.MISSING  # a checkpoint runs nothing: a program is to be named again
         args = tyro.cli(Args, default=Args(**settings))
-    elif os.path.exists(args.run_dir or ""):
+        if args.evaluate is None:
+            args.check_resumed(settings)
+    elif args.run_dir and os.path.exists(args.run_dir):
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     if args.clip_model is None and args.reward == "ground-truth":
         args.clip_model = "tiny"
@@ -473,7 +481,9 @@ def read_settings() -> Args:
     if args.total_timesteps is None:
         args.total_timesteps = 64_000 if args.clip_model.endswith(("tiny", ".py")) else 3_000_000
     a_round = args.num_envs * args.episode_length
-    if args.total_timesteps <= a_round * max(1, math.ceil(args.learning_starts / a_round)):
+    if args.evaluate is None and args.total_timesteps <= a_round * max(
+        1, math.ceil(args.learning_starts / a_round)
+    ):
         raise UsageError("nothing would be learned: --total-timesteps ends before learning begins")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}_{os.getpid()}"
     return args
@@ -482,7 +492,7 @@ def read_settings() -> Args:
 def main() -> None:
     args = read_settings()
     torch.set_num_threads(1)  # the Labeller has a thread for each core
-    sys.setswitchinterval(0.0005)  # s; or other threads wait long for the interpreter between two operations
+    sys.setswitchinterval(0.0005)  # s; by default, 0.005, threads wait too long for the interpreter
     args.describe()
     if args.prompt != Args.prompt:
         print("success rate and ground truth are of the pole upright, whatever the prompt says")
@@ -500,11 +510,15 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # without waiting for the threads
+        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
-        print("interrupted; a training goes on with --resume and its folder", file=sys.stderr, flush=True)
-        os._exit(130)
+        print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
+        code = 130
+    if code:
+        sys.stdout.flush()
+        os._exit(code)  # without waiting for the threads

@@ -260,7 +260,7 @@ class Worker:
     """Renders states and rewards the frames on one device; the `Labeller` has one for each core or GPU."""
 
     def __init__(self, args: Args, device: torch.device, reward_model: nn.Module | None = None):
-        self.reward_model = reward_model or make_reward(args, device)  # a `CLIPReward`, see clip_reward.py
+        self.reward_model = reward_model or make_reward(args, device)  # a CPU's workers share one
         look = (args.textures, args.camera, args.supersample)
         self.scene = Scene(*self.reward_model.size, *look, args.clip_batch_size, device)
         self.condition = TASKS[args.task][1] if args.task else lambda points: torch.nan * points["head"][:, 0]
@@ -280,7 +280,7 @@ class ReplayBuffer:
     """The newest rounds, played and rewarded, in preallocated tensors on the learner's device.
 
     Rewards are standardized by the mean and deviation of all kept. As no episode ends early, that changes no
-    optimal policy; but CLIP's rewards lie close together, far from 0: the values' differences would be lost.
+    optimal policy; without it the values' differences would be lost, as CLIP's rewards are nearly alike.
 
     There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
     property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
@@ -306,7 +306,7 @@ class ReplayBuffer:
         self.rewards[i] = rewards
         self.rounds += 1
         if self.standardize:
-            kept = self.rewards[: self.rounds].double()  # or equal rewards would not come out as 0
+            kept = self.rewards[: self.rounds].double()  # so that equal rewards come out as 0
             self.mean = kept.mean()
             self.std = kept.std(correction=0) + 1e-8
 
@@ -501,7 +501,7 @@ def train(args: Args, labeller: Labeller) -> None:
     optimizers = sac.optimizers(args.learning_rate)
     rb = ReplayBuffer(state_size, args, device)
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
-    global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
+    global_step, best_return, _lock = open_run(args, labeller, rb, parts)  # locked as long as _lock lives
 
     def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
@@ -514,7 +514,7 @@ def train(args: Args, labeller: Labeller) -> None:
         import wandb
 
         wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
-    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged beyond goes
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # drops what a kill left behind
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
     started = time.perf_counter()
 
@@ -544,11 +544,11 @@ def train(args: Args, labeller: Labeller) -> None:
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)
         rewards = labels[:, :, 0]  # labels[:, :, 1] is whether the task's condition holds
+
+        # ---- Report: store the round; curves, now and then an evaluation, a checkpoint.
         rb.add(states, actions, rewards)
         if args.normalize_obs:  # the buffer keeps raw values: each update scales them anew
             sac.obs_norm.update(states[..., 2:].flatten(0, 1).to(device))
-
-        # ---- Report: curves, now and then an evaluation, whose best policy is kept, and a checkpoint.
         save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, rewards))
         global_step += rewards.numel()
         means = summary(labels)
@@ -562,7 +562,8 @@ def train(args: Args, labeller: Labeller) -> None:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
                 raise UsageError("the reward is the same in all states: try another prompt or --threshold")
-        if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
+        passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
+        if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
             means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
@@ -575,18 +576,18 @@ def train(args: Args, labeller: Labeller) -> None:
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
+        writer.flush()
         if not all(map(math.isfinite, scalars.values())):
             raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
-        writer.flush()
         checkpoint("checkpoint.pt")
-        left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
-        left.unlink(missing_ok=True)
+        old = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # no longer in the buffer
+        old.unlink(missing_ok=True)
 
     bar.close()
     load(f"{args.run_dir}/best.pt", policy=sac.policy)
     states, labels = evaluate(sac.policy, args.episodes, labeller, args)
     for name, value in summary(labels).items():
-        writer.add_scalar(f"result/{name}", value, global_step + 1)  # a longer run forgets it
+        writer.add_scalar(f"result/{name}", value, global_step + 1)  # --resume drops it
     writer.close()
     write_result(Path(args.run_dir, "result"), states, labels, args)
 
@@ -720,7 +721,7 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
     """Play without exploration, from starts of its own -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, make_envs(episodes, args), labeller, seed, args)
-    return states[1:], labeller.result("evaluate").view(args.episode_length, episodes, 2)
+    return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, 2)
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
@@ -732,7 +733,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
         frames, _ = scene.render(states[t, :, :POSE_SIZE])
         for frame, reward in zip(F.pad(frames, (0, 0, 0, 24)).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(frame)
-            text = f"step {t + 1}   CLIP reward {reward:.3f}"
+            text = f"step {t + 1}   reward {reward:.3f}"
             ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
@@ -774,8 +775,8 @@ def load(path: str, **parts) -> dict:
     return content
 
 
-def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
-    """Make the run's folder, or restore parts and buffer from it -> step, best return, lock."""
+def open_run(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
+    """Make the run's folder, or with --resume restore parts and buffer -> step, best return, lock."""
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
     lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
     try:
@@ -787,22 +788,23 @@ def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tupl
     if args.resume is None:
         return 0, -math.inf, lock
     kept = load(f"{args.run_dir}/checkpoint.pt", **parts)
-    if (kept["reward"] - labeller.fingerprint).norm() > 0.05:  # more than another precision makes
-        raise UsageError(f"{args.run_dir} began with another prompt or reward model")
+    fingerprint = labeller.fingerprint
+    if kept["reward"].shape != fingerprint.shape or (kept["reward"] - fingerprint).norm() > 0.05:
+        raise UsageError(f"{args.run_dir} began with another reward model, or its weights have changed")
     rounds = kept["step"] // (args.num_envs * args.episode_length)
     rb.rounds = max(0, rounds - rb.capacity)
     while rb.rounds < rounds:
         rb.add(*load(f"{args.run_dir}/rounds/{rb.rounds}.pt")["round"])
     for k, events in enumerate(sorted(Path(args.run_dir).glob("events*"))):
-        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # before new ones, by any clock
+        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # read by name, before new ones
     return kept["step"], kept["best_return"], lock
 
 
 def read_settings() -> Args:
     """The command line -> complete settings; those of a checkpoint are the defaults."""
     args = tyro.cli(Args)
-    path = args.evaluate if args.resume is None else f"{args.resume}/checkpoint.pt"
-    if path is not None:
+    if args.evaluate is not None or args.resume is not None:
+        path = args.evaluate or f"{args.resume}/checkpoint.pt"
         checkpoint = load(path)
         if checkpoint.get("script") != SCRIPT:
             raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
@@ -811,7 +813,9 @@ def read_settings() -> Args:
         if settings["clip_model"].endswith(".py"):
             settings["clip_model"] = tyro.MISSING  # a checkpoint runs nothing: a program is to be named again
         args = tyro.cli(Args, default=Args(**settings))
-    elif os.path.exists(args.run_dir or ""):
+        if args.evaluate is None:
+            args.check_resumed(settings)
+    elif args.run_dir and os.path.exists(args.run_dir):
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     elif args.paper:
         args = tyro.cli(Args, default=replace(args, **PAPER))
@@ -823,7 +827,9 @@ def read_settings() -> Args:
     if args.total_timesteps is None:
         args.total_timesteps = 128_000 if args.clip_model.endswith(("tiny", ".py")) else 10_000_000
     a_round = args.num_envs * args.episode_length
-    if args.total_timesteps <= a_round * max(1, math.ceil(args.learning_starts / a_round)):
+    if args.evaluate is None and args.total_timesteps <= a_round * max(
+        1, math.ceil(args.learning_starts / a_round)
+    ):
         raise UsageError("nothing would be learned: --total-timesteps ends before learning begins")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}_{os.getpid()}"
     return args
@@ -832,7 +838,7 @@ def read_settings() -> Args:
 def main() -> None:
     args = read_settings()
     torch.set_num_threads(1)  # the Labeller has a thread for each core
-    sys.setswitchinterval(0.0005)  # s; or other threads wait long for the interpreter between two operations
+    sys.setswitchinterval(0.0005)  # s; by default, 0.005, threads wait too long for the interpreter
     args.describe()
     print(f"task {args.task or 'unknown, without a success rate'}")
     labeller = Labeller(Worker, args)
@@ -849,11 +855,15 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # without waiting for the threads
+        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
-        print("interrupted; a training goes on with --resume and its folder", file=sys.stderr, flush=True)
-        os._exit(130)
+        print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
+        code = 130
+    if code:
+        sys.stdout.flush()
+        os._exit(code)  # without waiting for the threads

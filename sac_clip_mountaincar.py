@@ -235,7 +235,7 @@ class Worker:
     """Renders states and rewards the frames on one device; the `Labeller` has one for each core or GPU."""
 
     def __init__(self, args: Args, device: torch.device, reward_model: nn.Module | None = None):
-        self.reward_model = reward_model or make_reward(args, device)  # a `CLIPReward`, see clip_reward.py
+        self.reward_model = reward_model or make_reward(args, device)  # a CPU's workers share one
         self.scene = Scene(*self.reward_model.size, args.textures, device)
 
     @torch.no_grad()
@@ -427,7 +427,7 @@ def train(args: Args, labeller: Labeller) -> None:
     optimizers = sac.optimizers(args.learning_rate)
     rb = ReplayBuffer(args, device)
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
-    global_step, best_return, _lock = begin(args, labeller, rb, parts)  # --resume restores what was
+    global_step, best_return, _lock = open_run(args, labeller, rb, parts)  # locked as long as _lock lives
 
     def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
@@ -440,7 +440,7 @@ def train(args: Args, labeller: Labeller) -> None:
         import wandb
 
         wandb.init(config=asdict(args), dir=args.run_dir, resume="auto", sync_tensorboard=True)
-    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # what a killed run logged beyond goes
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)  # drops what a kill left behind
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
     started = time.perf_counter()
 
@@ -466,9 +466,9 @@ def train(args: Args, labeller: Labeller) -> None:
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)
         clip_rewards, ground_truth_rewards = labels.unbind(dim=2)
         rewards = ground_truth_rewards if args.reward == "ground-truth" else clip_rewards
-        rb.add(states, actions, rewards)
 
-        # ---- Report: curves, now and then an evaluation, whose best policy is kept, and a checkpoint.
+        # ---- Report: store the round; curves, now and then an evaluation, a checkpoint.
+        rb.add(states, actions, rewards)
         save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, rewards))
         global_step += rewards.numel()
         means = summary(labels)
@@ -482,7 +482,8 @@ def train(args: Args, labeller: Labeller) -> None:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
                 raise UsageError("the reward is the same in all states: try another prompt or --threshold")
-        if global_step % args.checkpoint_every < rewards.numel() or global_step >= args.total_timesteps:
+        passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
+        if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
             means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
@@ -495,18 +496,18 @@ def train(args: Args, labeller: Labeller) -> None:
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
+        writer.flush()
         if not all(map(math.isfinite, scalars.values())):
             raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
-        writer.flush()
         checkpoint("checkpoint.pt")
-        left = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # the buffer
-        left.unlink(missing_ok=True)
+        old = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # no longer in the buffer
+        old.unlink(missing_ok=True)
 
     bar.close()
     load(f"{args.run_dir}/best.pt", policy=sac.policy)
     states, labels = evaluate(sac.policy, args.episodes, labeller, args)
     for name, value in summary(labels).items():
-        writer.add_scalar(f"result/{name}", value, global_step + 1)  # a longer run forgets it
+        writer.add_scalar(f"result/{name}", value, global_step + 1)  # --resume drops it
     writer.close()
     write_result(Path(args.run_dir, "result"), states, labels, args)
 
@@ -534,7 +535,7 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
     """Play without exploration, from starts of its own -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, MountainCar(episodes), labeller, seed, args)
-    return states[1:], labeller.result("evaluate").view(args.episode_length, episodes, 2)
+    return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, 2)
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
@@ -546,7 +547,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
         frames = scene.render(states[t])
         for frame, reward in zip(F.pad(frames, (0, 0, 0, 24)).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(frame)
-            text = f"step {t + 1}   CLIP reward {reward:.3f}"
+            text = f"step {t + 1}   reward {reward:.3f}"
             ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
     return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
@@ -585,8 +586,8 @@ def load(path: str, **parts) -> dict:
     return content
 
 
-def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
-    """Make the run's folder, or restore parts and buffer from it -> step, best return, lock."""
+def open_run(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple:
+    """Make the run's folder, or with --resume restore parts and buffer -> step, best return, lock."""
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=args.resume is not None)
     lock = open(f"{args.run_dir}/lock", "w")  # held until it is closed or the process ends
     try:
@@ -598,22 +599,23 @@ def begin(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tupl
     if args.resume is None:
         return 0, -math.inf, lock
     kept = load(f"{args.run_dir}/checkpoint.pt", **parts)
-    if (kept["reward"] - labeller.fingerprint).norm() > 0.05:  # more than another precision makes
-        raise UsageError(f"{args.run_dir} began with another prompt or reward model")
+    fingerprint = labeller.fingerprint
+    if kept["reward"].shape != fingerprint.shape or (kept["reward"] - fingerprint).norm() > 0.05:
+        raise UsageError(f"{args.run_dir} began with another reward model, or its weights have changed")
     rounds = kept["step"] // (args.num_envs * args.episode_length)
     rb.rounds = max(0, rounds - rb.capacity)
     while rb.rounds < rounds:
         rb.add(*load(f"{args.run_dir}/rounds/{rb.rounds}.pt")["round"])
     for k, events in enumerate(sorted(Path(args.run_dir).glob("events*"))):
-        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # before new ones, by any clock
+        events.rename(events.with_name(f"events.out.tfevents.{k:010}"))  # read by name, before new ones
     return kept["step"], kept["best_return"], lock
 
 
 def read_settings() -> Args:
     """The command line -> complete settings; those of a checkpoint are the defaults."""
     args = tyro.cli(Args)
-    path = args.evaluate if args.resume is None else f"{args.resume}/checkpoint.pt"
-    if path is not None:
+    if args.evaluate is not None or args.resume is not None:
+        path = args.evaluate or f"{args.resume}/checkpoint.pt"
         checkpoint = load(path)
         if checkpoint.get("script") != SCRIPT:
             raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
@@ -622,7 +624,9 @@ def read_settings() -> Args:
         if settings["clip_model"].endswith(".py"):
             settings["clip_model"] = tyro.MISSING  # a checkpoint runs nothing: a program is to be named again
         args = tyro.cli(Args, default=Args(**settings))
-    elif os.path.exists(args.run_dir or ""):
+        if args.evaluate is None:
+            args.check_resumed(settings)
+    elif args.run_dir and os.path.exists(args.run_dir):
         raise UsageError(f"{args.run_dir} exists: choose another --run-dir, or --resume {args.run_dir}")
     if args.clip_model is None and args.reward == "ground-truth":
         args.clip_model = "tiny"
@@ -630,7 +634,9 @@ def read_settings() -> Args:
     if args.total_timesteps is None:
         args.total_timesteps = 320_000 if args.clip_model.endswith(("tiny", ".py")) else 3_000_000
     a_round = args.num_envs * args.episode_length
-    if args.total_timesteps <= a_round * max(1, math.ceil(args.learning_starts / a_round)):
+    if args.evaluate is None and args.total_timesteps <= a_round * max(
+        1, math.ceil(args.learning_starts / a_round)
+    ):
         raise UsageError("nothing would be learned: --total-timesteps ends before learning begins")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}_{os.getpid()}"
     return args
@@ -639,7 +645,7 @@ def read_settings() -> Args:
 def main() -> None:
     args = read_settings()
     torch.set_num_threads(1)  # the Labeller has a thread for each core
-    sys.setswitchinterval(0.0005)  # s; or other threads wait long for the interpreter between two operations
+    sys.setswitchinterval(0.0005)  # s; by default, 0.005, threads wait too long for the interpreter
     args.describe()
     if args.prompt != Args.prompt:
         print("success rate and ground truth are of the car at the flag, whatever the prompt says")
@@ -657,11 +663,15 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # without waiting for the threads
+        print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
-        print("interrupted; a training goes on with --resume and its folder", file=sys.stderr, flush=True)
-        os._exit(130)
+        print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
+        code = 130
+    if code:
+        sys.stdout.flush()
+        os._exit(code)  # without waiting for the threads

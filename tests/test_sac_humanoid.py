@@ -178,7 +178,7 @@ def test_normalize_has_seen_it_all():
     torch.manual_seed(0)
     norm = Normalize(348)
     scale = torch.linspace(0, 50, 348)  # the first number never varies
-    obs = scale * torch.randn(1000, 348) + 40 * scale - 1000
+    obs = scale * torch.randn(1000, 348) + 40 * scale - 1000.3
     for part in obs.split([1, 99, 400, 500]):
         norm.update(part)
     expected = (obs - obs.double().mean(0)) / (obs.double().var(0, correction=0) + 1e-8).sqrt()

@@ -569,14 +569,16 @@ def test_damaged_and_changed_files_are_a_line(copied, train):
     smaller = {name: value[..., :-1] for name, value in kept["policy"].items() if value.dim()}
     for change, message in (
         ({"policy": kept["policy"] | smaller}, "has other networks than this"),
-        (
-            {"reward": kept["reward"].roll(1)},
-            "began with another prompt or reward model",
-        ),  # its weights were trained on
+        ({"reward": kept["reward"].roll(1)}, "another reward model, or its weights have changed"),
+        ({"reward": kept["reward"][:9]}, "another reward model, or its weights have changed"),
     ):
         torch.save(kept | change, run_dir / "checkpoint.pt")
         with pytest.raises(UsageError, match=message):
             train(script, "--resume", run_dir)
+    torch.save(kept, run_dir / "checkpoint.pt")
+    for other in ("--num-envs=1", "--goal-baseline-alpha=0.25", "--prompt=a sentence of another goal"):
+        with pytest.raises(UsageError, match=f"this run began with {other.partition('=')[0]}"):
+            train(script, other, "--resume", run_dir)
 
 
 def test_a_run_is_not_resumed_while_it_goes_on(copied, train, monkeypatch):
