@@ -12,11 +12,15 @@ os.environ["PYTHONPATH"] = str(ROOT)  # for tools that run in other folders
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also what takes long, or looks at a promise once more")
+    parser.addoption(
+        "--slow", action="store_true", help="also what takes long, or looks at a promise once more"
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow(*words): with --slow alone; with words, what has one of them in its name")
+    config.addinivalue_line(
+        "markers", "slow(*words): with --slow alone; with words, what has one of them in its name"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

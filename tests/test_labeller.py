@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def no_endless_wait():
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for ever"))
-    signal.alarm(600)
+    signal.alarm(120)
     yield
     signal.alarm(0)
 
@@ -101,7 +101,7 @@ def test_the_thread_that_asks_makes_what_no_other_has_begun_from_the_end_backwar
     labeller, Worker = fake(threads)
     over = threading.Event()
     for _ in range(threads):  # the pool has something else to do
-        labeller.pool.submit(over.wait)
+        labeller.pool.submit(over.wait, 20)
     labeller.add(torch.arange(45.0))
     assert torch.equal(labeller.result(), expected(torch.arange(45.0)))
     over.set()
@@ -184,6 +184,8 @@ def test_ray_actors_change_nothing_but_the_speed_and_one_may_be_killed(script, t
     """Runs by a model whose path is relative, in turns without and with two actors."""
     pytest.importorskip("ray")
     import psutil  # Ray brings it
+
+    signal.alarm(900)
 
     options = """--device cpu --clip-model local-dir:model --num-envs 8 --episode-length 25 --clip-batch-size 16
         --gradient-steps 3 --learning-starts 200 --total-timesteps 2000 --episodes 4 --run-dir run --ray-workers"""
