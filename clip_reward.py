@@ -108,8 +108,10 @@ class CLIPReward(torch.nn.Module):
         lists = ([texts] if isinstance(texts, str) else list(texts) for texts in lists)
         prompts, baseline_prompts, negative_prompts = lists
         texts = prompts + baseline_prompts + negative_prompts
-        if not 0 <= alpha <= 1 or not 0 <= (threshold or 0) <= 1:
-            raise UsageError(f"α and threshold must lie between 0 and 1; they are {alpha} and {threshold}")
+        if not 0 <= alpha <= 1 or not 0 <= (threshold or 0) < 1:
+            raise UsageError(
+                f"α must lie in [0, 1], the threshold in [0, 1); they are {alpha} and {threshold}"
+            )
         if temperature is not None and not temperature > 0:
             raise UsageError(f"the temperature must be above 0, not {temperature}")
         if (temperature or threshold) is not None and not negative_prompts:
@@ -131,15 +133,16 @@ class CLIPReward(torch.nn.Module):
                 check_length(text, tokenizer)
             how |= {"precision": precision, "return_transform": False}
             # In its precision before it goes to the GPU, where float32 would take twice the room.
-            model = open_clip.create_model_from_pretrained(name, **how)
-        except UsageError:
+            self.model = open_clip.create_model_from_pretrained(name, **how).to(device)
+            self.model.eval().requires_grad_(False)
+            self.goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)  # (D,)
+        except (UsageError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # files and downloads fail in many ways, in each library's own words
-            line = f"cannot load {clip_model} ({one_line(error)}): take another --clip-model, a file, or tiny"
-            raise UsageError(line) from error
+            advice = "take another --clip-model, a file, tiny, or --precision fp32"
+            raise UsageError(f"cannot load {clip_model} ({one_line(error)}): {advice}") from error
         finally:
             logging.disable(logging.NOTSET)
-        self.model = model.to(device).eval().requires_grad_(False)
         self.model.visual.to(memory_format=torch.channels_last)  # convolutions are up to twice as fast
         self.alpha = alpha
         self.threshold = threshold
@@ -154,7 +157,6 @@ class CLIPReward(torch.nn.Module):
         self.mean = torch.tensor(cfg["mean"], device=device).view(3, 1, 1) * 255
         self.std = torch.tensor(cfg["std"], device=device).view(3, 1, 1) * 255
 
-        self.goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)  # (D,)
         self.fingerprint = self.goal.cpu()  # does a run go on with the reward that it began with?
         self.baseline = self.goal
         if baseline_prompts:
@@ -250,15 +252,9 @@ class RewardArgs:
     def check_resumed(self, before: dict) -> None:
         """The rounds that a run has kept were played and rewarded by these settings: refuse others."""
         names = (
-            "prompt",
-            "baseline_prompt",
-            "goal_baseline_alpha",
-            "negative_prompt",
-            "temperature",
-            "threshold",
+            "prompt baseline_prompt goal_baseline_alpha negative_prompt temperature threshold reward textures"
         )
-        names += ("reward", "textures", "camera", "supersample", "full_obs", "num_envs", "episode_length")
-        for name in names:
+        for name in f"{names} camera supersample full_obs num_envs episode_length".split():
             if name in before and before[name] != getattr(self, name):
                 raise UsageError(
                     f"this run began with --{name.replace('_', '-')} {before[name]}, and keeps it"
@@ -417,6 +413,10 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
         text_cfg = json.loads(Path(config).read_text())["model_cfg"]["text_cfg"]
         if text_cfg.get("tokenizer_kwargs", {}).get("trust_remote_code"):
             raise UsageError(f"the tokenizer of {clip_model} is code of its own, which is not run")
+        if text_cfg.get("hf_tokenizer_name"):
+            from transformers import dynamic_module_utils
+
+            dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # nor offered to be run
         return clip_model, {}
 
     name, _, pretrained = clip_model.partition("/")

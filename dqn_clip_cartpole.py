@@ -42,9 +42,7 @@ class Args(RewardArgs):
 
     prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)  # the goal
     baseline_prompt: tuple[str, ...] = ("pole and cart",)  # what the scene looks like in general
-    reward: Literal["clip", "ground-truth"] = (
-        "clip"  # ground-truth, for reference: 1 while CartPole-v1 goes on
-    )
+    reward: Literal["clip", "ground-truth"] = "clip"  # ground truth, for reference: 1 while it is up
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int | None = None  # of all environments (default: 64,000 with tiny, else 3,000,000)
     num_envs: int = 16  # environments side by side
@@ -278,8 +276,7 @@ def train(args: Args, labeller: Labeller) -> None:
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
 
-    if args.resume is None:
-        checkpoint("checkpoint.pt")
+    checkpoint("checkpoint.pt")
     if args.track:
         import wandb
 
@@ -324,11 +321,14 @@ def train(args: Args, labeller: Labeller) -> None:
         started = time.perf_counter()
         for name, values in losses.items():
             scalars[f"losses/{name}"] = torch.stack(values).mean().item()
+        if not all(map(math.isfinite, scalars.values())):
+            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         bar.update(rewards.numel())
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
-                raise UsageError("the reward is the same in all states: try another prompt or --threshold")
+            sparse = args.threshold is not None or args.clip_model.endswith(".py")
+            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not sparse:
+                raise UsageError("the reward is the same in all states: try another prompt")
         passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(target_network, args.num_envs, labeller, args)
@@ -344,8 +344,6 @@ def train(args: Args, labeller: Labeller) -> None:
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
         writer.flush()
-        if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         checkpoint("checkpoint.pt")
         old = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # no longer in the buffer
         old.unlink(missing_ok=True)
@@ -468,7 +466,7 @@ def read_settings() -> Args:
             raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
         settings = checkpoint["settings"] | {"resume": None, "evaluate": None}
         settings["run_dir"] = os.path.dirname(path) or "."
-        if settings["clip_model"].endswith(".py"):
+        if settings["clip_model"].rstrip("/").endswith(".py"):
             settings["clip_model"] = tyro.MISSING  # a checkpoint runs nothing: a program is to be named again
         args = tyro.cli(Args, default=Args(**settings))
         if args.evaluate is None:
@@ -490,6 +488,7 @@ def read_settings() -> Args:
 
 
 def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # into files and pipes, too
     args = read_settings()
     torch.set_num_threads(1)  # the Labeller has a thread for each core
     sys.setswitchinterval(0.0005)  # s; by default, 0.005, threads wait too long for the interpreter
@@ -520,5 +519,4 @@ if __name__ == "__main__":
         print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
         code = 130
     if code:
-        sys.stdout.flush()
         os._exit(code)  # without waiting for the threads

@@ -57,13 +57,9 @@ class Args(RewardArgs):
     """Teach a humanoid with a sentence: SAC on a CLIP model's reward (in brackets: the values of --paper)."""
 
     prompt: tuple[str, ...] | None = None  # the goal; several are averaged (default: that of --task)
-    task: Task | None = (
-        None  # whose success is measured (default: the prompt's, or none; without one kneeling)
-    )
+    task: Task | None = None  # whose success is measured (default: that of the prompt, or none)
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # what the scene looks like in general
-    goal_baseline_alpha: float = (
-        0.0  # α: 0 plain cosine (as in Table 1), 1 only what lies along baseline-goal
-    )
+    goal_baseline_alpha: float = 0.0  # α: 0 plain cosine (as in Table 1), 1 only along baseline-goal
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal, or Gymnasium's
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, or Gymnasium's, which follows the robot
     supersample: int = 1  # N: N x N rays a pixel of what CLIP sees (pictures and video: always 2)
@@ -83,9 +79,7 @@ class Args(RewardArgs):
     n_step: int = 3  # rewards summed before the critics' value stands for the rest (1)
     tau: float = 0.005  # how far targets follow the critics, and the mean actor the actor, at each update
     batch_size: int = 256  # transitions per update (512)
-    ent_coef: float = (
-        0.03  # weight of the entropy at first; then tuned to an entropy of -17, -1 a motor (1.0)
-    )
+    ent_coef: float = 0.03  # weight of the entropy at first; then tuned for -17, -1 a motor (1.0)
     log_std_min: float = -5.0  # least log σ of the actor, a floor for exploration (-20)
     noise_correlation: float = 0.9  # of the exploration noise from step to step; 0 is SAC's own (0)
     full_obs: bool = False  # observe all that Gymnasium can (so)
@@ -508,8 +502,7 @@ def train(args: Args, labeller: Labeller) -> None:
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
 
-    if args.resume is None:
-        checkpoint("checkpoint.pt")
+    checkpoint("checkpoint.pt")
     if args.track:
         import wandb
 
@@ -528,10 +521,9 @@ def train(args: Args, labeller: Labeller) -> None:
 
         # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
-        if args.anneal_lr:
-            learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
-            for optimizer in optimizers.values():
-                optimizer.param_groups[0]["lr"] = learning_rate
+        share = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["lr"] = args.learning_rate * share
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
             for i in range(args.gradient_steps):
@@ -557,11 +549,14 @@ def train(args: Args, labeller: Labeller) -> None:
         started = time.perf_counter()
         for name, values in losses.items():
             scalars[f"losses/{name}"] = torch.stack(values).mean().item()
+        if not all(map(math.isfinite, scalars.values())):
+            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         bar.update(rewards.numel())
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not args.clip_model.endswith(".py"):
-                raise UsageError("the reward is the same in all states: try another prompt or --threshold")
+            sparse = args.threshold is not None or args.clip_model.endswith(".py")
+            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not sparse:
+                raise UsageError("the reward is the same in all states: try another prompt")
         passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
@@ -577,8 +572,6 @@ def train(args: Args, labeller: Labeller) -> None:
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
         writer.flush()
-        if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         checkpoint("checkpoint.pt")
         old = Path(f"{args.run_dir}/rounds/{rb.rounds - 1 - rb.capacity}.pt")  # no longer in the buffer
         old.unlink(missing_ok=True)
@@ -810,7 +803,7 @@ def read_settings() -> Args:
             raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
         settings = checkpoint["settings"] | {"resume": None, "evaluate": None}
         settings["run_dir"] = os.path.dirname(path) or "."
-        if settings["clip_model"].endswith(".py"):
+        if settings["clip_model"].rstrip("/").endswith(".py"):
             settings["clip_model"] = tyro.MISSING  # a checkpoint runs nothing: a program is to be named again
         args = tyro.cli(Args, default=Args(**settings))
         if args.evaluate is None:
@@ -836,6 +829,7 @@ def read_settings() -> Args:
 
 
 def main() -> None:
+    sys.stdout.reconfigure(line_buffering=True)  # into files and pipes, too
     args = read_settings()
     torch.set_num_threads(1)  # the Labeller has a thread for each core
     sys.setswitchinterval(0.0005)  # s; by default, 0.005, threads wait too long for the interpreter
@@ -865,5 +859,4 @@ if __name__ == "__main__":
         print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
         code = 130
     if code:
-        sys.stdout.flush()
         os._exit(code)  # without waiting for the threads

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ import tyro
 from PIL import Image
 from tqdm import tqdm
 
+import clip_reward
 from clip_reward import UsageError
 
 Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
@@ -54,6 +56,13 @@ def rounds_of(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "rounds").glob("*.pt"), key=lambda path: int(path.stem))
 
 
+def script_of(settings: dict) -> ModuleType:
+    """The script that a run or dataset names; it must be a file beside the others: a dataset may be a stranger's."""
+    if not (Path(clip_reward.__file__).parent / f"{settings['script']}.py").is_file():
+        raise UsageError(f"there is no script {settings['script']}.py here")
+    return importlib.import_module(settings["script"])
+
+
 def states_of(path: Path) -> torch.Tensor:
     """-> states (T + 1, N, S) of a round, from its file."""
     return torch.load(path, map_location="cpu", weights_only=True)["round"][0]
@@ -82,7 +91,7 @@ def states_at_random(
     script: Script, task: str | None, n: int, rng: np.random.Generator
 ) -> tuple[torch.Tensor, dict]:
     """-> n states and the script's default settings."""
-    module = importlib.import_module(script)
+    module = script_of({"script": script})
     defaults = module.Args()
     settings = {"script": script, "task": None}
     settings |= {name: getattr(defaults, name, None) for name in ("prompt", "baseline_prompt", *LOOK)}
@@ -105,7 +114,7 @@ def states_at_random(
 
 def label(states: torch.Tensor, settings: dict) -> torch.Tensor | None:
     """States (N, …) -> whether the script's success condition holds (N,) bool; None where it has none."""
-    module = importlib.import_module(settings["script"])
+    module = script_of(settings)
     if settings["script"] != "sac_clip_humanoid":
         return module.ground_truth_reward(states) > 0
     if settings["task"] is None:
@@ -123,7 +132,7 @@ def renderer(
     settings: dict, height: int, width: int, batch_size: int, device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """-> a function from states (N, …) to frames (N, 3, height, width) uint8."""
-    module = importlib.import_module(settings["script"])
+    module = script_of(settings)
     if not hasattr(module, "Scene"):
         return lambda states: module.render(states.to(device), height, width)
     look = [settings[name] for name in LOOK if settings[name] is not None]
@@ -188,7 +197,7 @@ def main() -> None:
     labels = None if args.prompt else label(states, settings)
 
     (args.output / "frames").mkdir(parents=True)
-    screen = importlib.import_module(settings["script"])  # frames larger than most models see them
+    screen = script_of(settings)  # frames larger than most models see them
     size = getattr(screen, "SCREEN_HEIGHT", 480) // 2, getattr(screen, "SCREEN_WIDTH", 480) // 2
     render = renderer(settings, *size, 64, torch.device("cpu"))
     with tqdm(total=len(states), desc="render", unit="frame") as progress:

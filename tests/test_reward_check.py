@@ -329,3 +329,11 @@ def test_in_a_terminal_without_alpha_with_dollar_signs_and_what_a_shell_is_told(
     done = shell("reward_check.reward_models", *cartpole[1:], 0, "--prompt", *prompts)
     assert done.returncode == 0 and Path("reward_models.png").is_file(), done.stderr
     assert [row["prompt"] for row in read(TABLE)] == prompts
+
+
+def test_a_dataset_of_a_strangers_runs_no_code_of_his(tmp_path, monkeypatch):
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    for name in (f"{tmp_path.name}.evil", "evil", "os"):
+        with pytest.raises(UsageError, match="there is no script"):
+            dataset.script_of({"script": name})
