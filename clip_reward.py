@@ -246,7 +246,8 @@ class RewardArgs:
             self.clip_model = "tiny" if self.device == "cpu" else "ViT-bigG-14/laion2b_s39b_b160k"
         # Files by their whole paths: Ray's workers run in another folder.
         kind, path = re.fullmatch(r"(local-dir:|(?!.*\.py$)[\w.-]+/|)(.*)", self.clip_model).groups()
-        if os.path.exists(path) and (kind or path.endswith(".py")):
+        there = os.path.isdir(path) if kind == "local-dir:" else os.path.isfile(path)
+        if there and (kind or path.endswith(".py")):
             self.clip_model = kind + os.path.abspath(path)
 
     def check_resumed(self, before: dict) -> None:

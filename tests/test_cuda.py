@@ -197,7 +197,7 @@ def interrupted_and_evaluated(run, module: ModuleType, device: str, folder: Path
 
 
 def watch(module: ModuleType, monkeypatch) -> None:
-    """No update leaves the GPU, and a batch of labels does so for its states, rewards and conditions alone."""
+    """No update leaves the GPU; a batch of labels does so for its states, rewards and conditions alone."""
 
     def limit(where, name: str, most: dict) -> None:
         own = getattr(where, name)
@@ -294,7 +294,7 @@ def module_and_states(script: str) -> tuple[ModuleType, torch.Tensor]:
 def settings(script: str, device: str | torch.device, clip_model: str | Path = "tiny"):
     """Of a reward of each kind: contrastive, α = 0.5, α = 0."""
     own = {
-        "dqn_clip_cartpole": {"negative_prompt": ("pole and cart",), "temperature": 0.1},
+        "dqn_clip_cartpole": {"negative_prompt": ("pole and cart",), "temperature": 0.5},
         "sac_clip_mountaincar": {},
         "sac_clip_humanoid": {"prompt": ("a humanoid robot kneeling",), "task": "kneeling"},
     }[script]

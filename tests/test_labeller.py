@@ -1,4 +1,4 @@
-"""Labels in their order whoever makes them: threads, workers that fail or are lost, Ray actors, one killed."""
+"""Labels in their order whoever makes them: threads, workers that fail or are lost, Ray actors."""
 
 import os
 import signal
@@ -183,12 +183,10 @@ def kept(folder: Path) -> dict:
 def test_ray_actors_change_nothing_but_the_speed_and_one_may_be_killed(script, tmp_path):
     """Runs by a model whose path is relative, in turns without and with two actors."""
     pytest.importorskip("ray")
-    import psutil  # Ray brings it
-
+    psutil = pytest.importorskip("psutil")  # Ray brings it
     signal.alarm(900)
-
-    options = """--device cpu --clip-model local-dir:model --num-envs 8 --episode-length 25 --clip-batch-size 16
-        --gradient-steps 3 --learning-starts 200 --total-timesteps 2000 --episodes 4 --run-dir run --ray-workers"""
+    options = """--device cpu --clip-model local-dir:model --num-envs 8 --episode-length 25 --gradient-steps 3
+        --clip-batch-size 16 --learning-starts 200 --total-timesteps 2000 --episodes 4 --run-dir run --ray-workers"""
     command = [sys.executable, ROOT / f"{script}.py", *options.split()]
     for workers in ("0", "2"):
         folder = tmp_path / workers
