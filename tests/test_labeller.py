@@ -185,9 +185,9 @@ def test_ray_actors_change_nothing_but_the_speed_and_one_may_be_killed(script, t
     pytest.importorskip("ray")
     psutil = pytest.importorskip("psutil")  # Ray brings it
     signal.alarm(900)
-    options = """--device cpu --clip-model local-dir:model --num-envs 8 --episode-length 25 --gradient-steps 3
-        --clip-batch-size 16 --learning-starts 200 --total-timesteps 2000 --episodes 4 --run-dir run --ray-workers"""
-    command = [sys.executable, ROOT / f"{script}.py", *options.split()]
+    options = """--device cpu --clip-model local-dir:model --num-envs 8 --episode-length 25 --episodes 4
+        --gradient-steps 3 --clip-batch-size 16 --learning-starts 200 --total-timesteps 2000 --run-dir run"""
+    command = [sys.executable, ROOT / f"{script}.py", *options.split(), "--ray-workers"]
     for workers in ("0", "2"):
         folder = tmp_path / workers
         folder.mkdir()
