@@ -186,7 +186,9 @@ def test_one_update_is_dqns(scale):
         ["dqn_clip_cartpole", "--total-timesteps=38400"],
         ["sac_clip_mountaincar", "--total-timesteps=128000", f"--clip-model={PROGRAM}"],
         pytest.param(["sac_clip_mountaincar"], marks=pytest.mark.slow),
-        pytest.param(["sac_clip_humanoid", "--total-timesteps=51200"], marks=pytest.mark.slow),  # 2 minutes
+        pytest.param(
+            ["sac_clip_humanoid"], marks=pytest.mark.slow
+        ),  # as by default: fewer steps reach 0.02 to 1
     ],
 )
 def test_it_is_learned(words, learned):
