@@ -159,13 +159,15 @@ def test_labels_of_cartpole_are_the_same_for_any_number_of_threads(monkeypatch):
 
 def test_files_are_named_by_whole_paths_as_rays_workers_run_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("openai").mkdir()  # no weights, whatever its name
     expected = {name: name for name in ("tiny", "hf-hub:org/name", "ViT-B-32/openai", "/no/such.py")}
     for kind, path in (
         ("", "programs/cartpole.py"),
         ("local-dir:", "models/tiny"),
         ("ViT-B-32/", "weights.pt"),
     ):
-        Path(path).mkdir(parents=True)
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).mkdir() if kind == "local-dir:" else Path(path).touch()
         expected[kind + path] = f"{kind}{tmp_path}/{path}"
     for given, whole in expected.items():
         args = dqn_clip_cartpole.Args(clip_model=given, device="cpu")
