@@ -11,7 +11,6 @@ settings; and the `Labeller`, which has many frames rewarded at once.
 
 import difflib
 import json
-import logging
 import os
 import re
 import sys
@@ -125,7 +124,6 @@ class CLIPReward(torch.nn.Module):
             unknown = sorted(set(re.findall(r"\w+", " ".join(texts).lower())) - set(read))
             if unknown:
                 tqdm.write(f"tiny has never read these words, which mean nothing to it: {', '.join(unknown)}")
-        logging.disable(logging.ERROR)  # open_clip and the hub log a failure several times; one line will do
         try:
             name, how = find_clip_model(clip_model)
             tokenizer = open_clip.get_tokenizer(name)
@@ -141,8 +139,6 @@ class CLIPReward(torch.nn.Module):
         except Exception as error:  # files and downloads fail in many ways, in each library's own words
             advice = "take another --clip-model, a file, tiny, or --precision fp32"
             raise UsageError(f"cannot load {clip_model} ({one_line(error)}): {advice}") from error
-        finally:
-            logging.disable(logging.NOTSET)
         self.model.visual.to(memory_format=torch.channels_last)  # convolutions are up to twice as fast
         self.alpha = alpha
         self.threshold = threshold
@@ -391,14 +387,6 @@ def native_precision(device: str | torch.device) -> str:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
-def check_hub(repo: str, *files: str) -> None:
-    """Fail soon where a repository is neither in the cache nor within reach: downloads try for a minute."""
-    import huggingface_hub
-
-    if not any(isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str) for file in files):
-        huggingface_hub.HfApi().model_info(repo, timeout=10)
-
-
 def find_clip_model(clip_model: str) -> tuple[str, dict]:
     """What open_clip calls the model, and what else it must be told: weights, activation, pixels."""
     import huggingface_hub
@@ -409,7 +397,6 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
         kind, _, place = clip_model.partition(":")
         config = f"{place}/open_clip_config.json"
         if kind == "hf-hub":
-            check_hub(place, "open_clip_config.json")
             config = huggingface_hub.hf_hub_download(place, "open_clip_config.json")
         text_cfg = json.loads(Path(config).read_text())["model_cfg"]["text_cfg"]
         if text_cfg.get("tokenizer_kwargs", {}).get("trust_remote_code"):
@@ -423,28 +410,22 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
     name, _, pretrained = clip_model.partition("/")
     if name not in open_clip.list_models():
         close = difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0.3)
-        how = "NAME/TAG, NAME/FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
+        how = "NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
         raise UsageError(f"unknown CLIP model {name!r}, did you mean {' or '.join(close)}? Write {how}")
-    tokenizer = open_clip.get_model_config(name)["text_cfg"].get("hf_tokenizer_name")
-    if tokenizer:
-        check_hub(tokenizer, "tokenizer_config.json")
+    how = {"pretrained": pretrained}
     cfg = open_clip.get_pretrained_cfg(name, pretrained)
     if cfg:
-        repo, file = os.path.split(cfg["hf_hub"])
-        file = file or "open_clip_pytorch_model.bin"  # or, where there is one, its .safetensors sibling
-        check_hub(repo, file, str(Path(file).with_suffix(".safetensors")), "open_clip_model.safetensors")
-        return name, {"pretrained": pretrained, "force_quick_gelu": cfg.get("quick_gelu", False)}
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    if not os.path.isfile(pretrained):
-        close = difflib.get_close_matches(pretrained, tags, cutoff=0) or ["/path/to/weights.pt"]
-        raise UsageError(f"{name} has no weights {pretrained!r}, did you mean {' or '.join(close)}?")
-    return name, {"pretrained": pretrained} | about_file(name, pretrained, tags)
+        how["force_quick_gelu"] = cfg.get("quick_gelu", False)
+    elif os.path.isfile(pretrained):
+        how |= about_file(name, pretrained)
+    return name, how
 
 
-def about_file(name: str, path: str, tags: list[str]) -> dict:
+def about_file(name: str, path: str) -> dict:
     """How weights from a file want their pixels: as all tagged weights of the model, if these agree."""
     import open_clip
 
+    tags = open_clip.list_pretrained_tags_by_model(name)
     cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
     wanted = [{f"image_{key}": cfg[key] for key in ("mean", "std", "interpolation")} for cfg in cfgs]
     if f"{name}-quickgelu" in open_clip.list_models():

@@ -326,8 +326,7 @@ def train(args: Args, labeller: Labeller) -> None:
         bar.update(rewards.numel())
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-            sparse = args.threshold is not None or args.clip_model.endswith(".py")
-            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not sparse:
+            if rewards.min() == rewards.max() != 0:  # 0 may be a sparse reward not yet seen
                 raise UsageError("the reward is the same in all states: try another prompt")
         passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
@@ -335,7 +334,7 @@ def train(args: Args, labeller: Labeller) -> None:
             means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
-            frames = pictures(states[:, :1], labels[:, :1, 0], 8)[0]
+            frames = pictures(states[:, :1], labels[:, :1, 0], 8)[:, 0]
             writer.add_images("frames", frames, global_step, dataformats="NHWC")
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
             if earned > best_return:
@@ -385,7 +384,7 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int) -> np.ndarray:
-    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode (N, count, H, W, 3)."""
+    """States (T, N, S), rewards (T, N) -> captioned frames of `count` steps (count, N, H, W, 3)."""
     images = []
     steps = np.linspace(0, len(states) - 1, count).round().astype(int)
     for t in tqdm(steps, "render pictures", leave=False, disable=None):
@@ -395,7 +394,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int) -> np.ndar
             text = f"step {t + 1}   reward {reward:.3f}"
             ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
-    return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
+    return np.stack(images).reshape(count, -1, *images[0].shape)
 
 
 def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
@@ -405,10 +404,10 @@ def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: A
     result["settings"] = asdict(args)
     result["versions"] = {name: metadata.version(name) for name in ("torch", "open_clip_torch", "gymnasium")}
     Path(f"{path}.json").write_text(json.dumps(result, indent=2))
-    sheet = pictures(states[:, :4], labels[:, :4, 0], 8).swapaxes(1, 2)  # (4, H, 8, W, 3)
+    sheet = pictures(states[:, :4], labels[:, :4, 0], 8).transpose(1, 2, 0, 3, 4)  # (4, H, 8, W, 3)
     iio.imwrite(f"{path}.png", sheet.reshape(-1, 8 * sheet.shape[3], 3))
-    film = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels)))
-    iio.imwrite(f"{path}.mp4", film, plugin="pyav", codec="libx264", fps=50)
+    film = pictures(states[:, :3], labels[:, :3, 0], len(states)).swapaxes(0, 1)  # (3, T, H, W, 3)
+    iio.imwrite(f"{path}.mp4", film.reshape(-1, *film.shape[2:]), plugin="pyav", codec="libx264", fps=50)
     print(f"written to {path}.json, .png, .mp4")
 
 
@@ -509,14 +508,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    code = 0
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
-        code = 2
+        os._exit(2)  # without waiting for the threads
     except KeyboardInterrupt:
         print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
-        code = 130
-    if code:
-        os._exit(code)  # without waiting for the threads
+        os._exit(130)

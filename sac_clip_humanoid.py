@@ -355,6 +355,13 @@ class SoftQNetwork(nn.Sequential):
         return super().forward(torch.cat([obs, actions], dim=1)).squeeze(1)
 
 
+class Critics(nn.ModuleList):
+    """Two critics, asked at once: observations and actions -> action values (2, N)."""
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        return torch.stack([critic(obs, actions) for critic in self])
+
+
 class Actor(nn.Sequential):
     """Normalized observations (N, O) -> mean and log σ (N, 17) of a Gaussian; actions are samples' tanh."""
 
@@ -386,22 +393,20 @@ class SAC(nn.Module):
         obs_size = state_size - 2
         self.obs_norm = Normalize(obs_size) if args.normalize_obs else nn.Identity()
         self.actor = Actor(obs_size, args)
-        self.qf1 = SoftQNetwork(obs_size, args)
-        self.qf2 = SoftQNetwork(obs_size, args)
+        self.critics = Critics(SoftQNetwork(obs_size, args) for _ in range(2))
         self.mean_actor = deepcopy(self.actor)
-        self.qf1_target = deepcopy(self.qf1)
-        self.qf2_target = deepcopy(self.qf2)
+        self.target_critics = deepcopy(self.critics)
         self.log_ent_coef = nn.Parameter(torch.tensor(math.log(args.ent_coef)))
         actor = self.mean_actor if args.act_with_mean else self.actor
         self.policy = nn.Sequential(self.obs_norm, actor)  # what acts
 
     def optimizers(self, learning_rate: float) -> dict[str, torch.optim.Adam]:
-        groups = {"q": [*self.qf1.parameters(), *self.qf2.parameters()], "actor": [*self.actor.parameters()]}
-        groups["ent_coef"] = [self.log_ent_coef]
-        return {
-            f"{name}_optimizer": torch.optim.Adam(group, learning_rate, fused=True)
-            for name, group in groups.items()
+        groups = {
+            "q_optimizer": self.critics.parameters(),
+            "actor_optimizer": self.actor.parameters(),
+            "ent_coef_optimizer": [self.log_ent_coef],
         }
+        return {name: torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, args: Args) -> dict:
@@ -413,10 +418,10 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
     n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
     with torch.no_grad():  # every last state bootstraps: see ReplayBuffer; steps before it earn no entropy
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
-        next_q = torch.min(sac.qf1_target(next_obs, next_actions), sac.qf2_target(next_obs, next_actions))
+        next_q = sac.target_critics(next_obs, next_actions).min(dim=0).values
         td_target = n_step_return + args.gamma**args.n_step * (next_q - ent_coef * next_log_prob)
-    q_values = sac.qf1(obs, actions)
-    qf_loss = F.mse_loss(q_values, td_target) + F.mse_loss(sac.qf2(obs, actions), td_target)
+    q_values = sac.critics(obs, actions)
+    qf_loss = (q_values - td_target).square().mean(dim=1).sum()
     optimizers["q_optimizer"].zero_grad()
     qf_loss.backward()
     optimizers["q_optimizer"].step()
@@ -424,7 +429,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
 
     if update_actor:
         new_actions, log_prob = squash(*sac.actor(obs), torch.randn_like(actions))
-        new_q = torch.min(sac.qf1(obs, new_actions), sac.qf2(obs, new_actions))
+        new_q = sac.critics(obs, new_actions).min(dim=0).values
         actor_loss = (ent_coef * log_prob - new_q).mean()
         optimizers["actor_optimizer"].zero_grad()
         actor_loss.backward(inputs=[*sac.actor.parameters()])  # the critics need no gradient of it
@@ -438,8 +443,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
         losses |= {"actor_loss": actor_loss, "entropy": -log_prob.mean()}
 
     with torch.no_grad():  # mean <- (1 - τ) mean + τ learned
-        learners = ((sac.mean_actor, sac.actor), (sac.qf1_target, sac.qf1), (sac.qf2_target, sac.qf2))
-        for target, learned in learners:
+        for target, learned in ((sac.target_critics, sac.critics), (sac.mean_actor, sac.actor)):
             for mean, value in zip(target.parameters(), learned.parameters()):
                 mean.lerp_(value, args.tau)
     return {name: value.detach() for name, value in losses.items()}
@@ -554,8 +558,7 @@ def train(args: Args, labeller: Labeller) -> None:
         bar.update(rewards.numel())
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-            sparse = args.threshold is not None or args.clip_model.endswith(".py")
-            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not sparse:
+            if rewards.min() == rewards.max() != 0:  # 0 may be a sparse reward not yet seen
                 raise UsageError("the reward is the same in all states: try another prompt")
         passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
@@ -563,7 +566,7 @@ def train(args: Args, labeller: Labeller) -> None:
             means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
-            frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[0]
+            frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[:, 0]
             writer.add_images("frames", frames, global_step, dataformats="NHWC")
             earned = means["clip_return"]
             if earned > best_return:
@@ -718,9 +721,9 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
-    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode (N, count, H, W, 3)."""
-    images = []
+    """States (T, N, S), rewards (T, N) -> captioned frames of `count` steps (count, N, H, W, 3)."""
     scene = Scene(240, 240, args.textures, args.camera, 2, states.shape[1], torch.device("cpu"))
+    images = []
     steps = np.linspace(0, len(states) - 1, count).round().astype(int)
     for t in tqdm(steps, "render pictures", leave=False, disable=None):
         frames, _ = scene.render(states[t, :, :POSE_SIZE])
@@ -729,7 +732,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
             text = f"step {t + 1}   reward {reward:.3f}"
             ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
-    return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
+    return np.stack(images).reshape(count, -1, *images[0].shape)
 
 
 def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
@@ -742,10 +745,10 @@ def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: A
         for name in ("torch", "open_clip_torch", "gymnasium", "mujoco", "mujoco_warp")
     }
     Path(f"{path}.json").write_text(json.dumps(result, indent=2))
-    sheet = pictures(states[:, :4], labels[:, :4, 0], 8, args).swapaxes(1, 2)  # (4, H, 8, W, 3)
+    sheet = pictures(states[:, :4], labels[:, :4, 0], 8, args).transpose(1, 2, 0, 3, 4)  # (4, H, 8, W, 3)
     iio.imwrite(f"{path}.png", sheet.reshape(-1, 8 * sheet.shape[3], 3))
-    film = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
-    iio.imwrite(f"{path}.mp4", film, plugin="pyav", codec="libx264", fps=30)
+    film = pictures(states[:, :3], labels[:, :3, 0], len(states), args).swapaxes(0, 1)  # (3, T, H, W, 3)
+    iio.imwrite(f"{path}.mp4", film.reshape(-1, *film.shape[2:]), plugin="pyav", codec="libx264", fps=30)
     print(f"written to {path}.json, .png, .mp4")
 
 
@@ -849,14 +852,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    code = 0
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
-        code = 2
+        os._exit(2)  # without waiting for the threads
     except KeyboardInterrupt:
         print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
-        code = 130
-    if code:
-        os._exit(code)  # without waiting for the threads
+        os._exit(130)

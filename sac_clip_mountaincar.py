@@ -305,6 +305,13 @@ class SoftQNetwork(nn.Sequential):
         return super().forward(torch.cat([normalize(obs), actions], dim=1)).squeeze(1)
 
 
+class Critics(nn.ModuleList):
+    """Two critics, asked at once: observations and actions -> action values (2, N)."""
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        return torch.stack([critic(obs, actions) for critic in self])
+
+
 class Actor(nn.Sequential):
     """Observations (N, S) -> mean and log σ (N, A) of a Gaussian; actions are its samples' tanh."""
 
@@ -333,17 +340,12 @@ class SAC(nn.Module):
     def __init__(self):
         super().__init__()
         self.policy = Actor()  # what acts
-        self.qf1 = SoftQNetwork()
-        self.qf2 = SoftQNetwork()
-        self.qf1_target = deepcopy(self.qf1)
-        self.qf2_target = deepcopy(self.qf2)
+        self.critics = Critics(SoftQNetwork() for _ in range(2))
+        self.target_critics = deepcopy(self.critics)
 
     def optimizers(self, learning_rate: float) -> dict[str, torch.optim.Adam]:
-        groups = {"q": [*self.qf1.parameters(), *self.qf2.parameters()], "actor": [*self.policy.parameters()]}
-        return {
-            f"{name}_optimizer": torch.optim.Adam(group, learning_rate, fused=True)
-            for name, group in groups.items()
-        }
+        groups = {"q_optimizer": self.critics.parameters(), "actor_optimizer": self.policy.parameters()}
+        return {name: torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
@@ -351,25 +353,24 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
     obs, next_obs, actions, rewards = batch
     with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
         next_actions, next_log_prob = squash(*sac.policy(next_obs), torch.randn_like(actions))
-        next_q = torch.min(sac.qf1_target(next_obs, next_actions), sac.qf2_target(next_obs, next_actions))
+        next_q = sac.target_critics(next_obs, next_actions).min(dim=0).values
         td_target = rewards + args.gamma * (next_q - args.ent_coef * next_log_prob)
-    q_values = sac.qf1(obs, actions)
-    qf_loss = F.mse_loss(q_values, td_target) + F.mse_loss(sac.qf2(obs, actions), td_target)
+    q_values = sac.critics(obs, actions)
+    qf_loss = (q_values - td_target).square().mean(dim=1).sum()
     optimizers["q_optimizer"].zero_grad()
     qf_loss.backward()
     optimizers["q_optimizer"].step()
 
     new_actions, log_prob = squash(*sac.policy(obs), torch.randn_like(actions))
-    new_q = torch.min(sac.qf1(obs, new_actions), sac.qf2(obs, new_actions))
+    new_q = sac.critics(obs, new_actions).min(dim=0).values
     actor_loss = (args.ent_coef * log_prob - new_q).mean()
     optimizers["actor_optimizer"].zero_grad()
     actor_loss.backward(inputs=[*sac.policy.parameters()])  # the critics need no gradient of it
     optimizers["actor_optimizer"].step()
 
     with torch.no_grad():  # target <- (1 - τ) target + τ learned
-        for target, learned in ((sac.qf1_target, sac.qf1), (sac.qf2_target, sac.qf2)):
-            for mean, value in zip(target.parameters(), learned.parameters()):
-                mean.lerp_(value, args.tau)
+        for target, learned in zip(sac.target_critics.parameters(), sac.critics.parameters()):
+            target.lerp_(learned, args.tau)
     losses = {
         "qf_loss": qf_loss,
         "q_values": q_values.mean(),
@@ -483,8 +484,7 @@ def train(args: Args, labeller: Labeller) -> None:
         bar.update(rewards.numel())
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-            sparse = args.threshold is not None or args.clip_model.endswith(".py")
-            if (labels[:, :, 0] == labels[0, 0, 0]).all() and not sparse:
+            if rewards.min() == rewards.max() != 0:  # 0 may be a sparse reward not yet seen
                 raise UsageError("the reward is the same in all states: try another prompt")
         passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
@@ -492,7 +492,7 @@ def train(args: Args, labeller: Labeller) -> None:
             means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
-            frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[0]
+            frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[:, 0]
             writer.add_images("frames", frames, global_step, dataformats="NHWC")
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
             if earned > best_return:
@@ -541,9 +541,9 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
-    """States (T, N, S), rewards (T, N) -> `count` captioned frames of each episode (N, count, H, W, 3)."""
-    images = []
+    """States (T, N, S), rewards (T, N) -> captioned frames of `count` steps (count, N, H, W, 3)."""
     scene = Scene(SCREEN_HEIGHT // 2, SCREEN_WIDTH // 2, args.textures, torch.device("cpu"))
+    images = []
     steps = np.linspace(0, len(states) - 1, count).round().astype(int)
     for t in tqdm(steps, "render pictures", leave=False, disable=None):
         frames = scene.render(states[t])
@@ -552,7 +552,7 @@ def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args
             text = f"step {t + 1}   reward {reward:.3f}"
             ImageDraw.Draw(image).text((8, len(frame) - 21), text, "white", ImageFont.load_default(14))
             images.append(np.asarray(image))
-    return np.stack(images).reshape(count, states.shape[1], *images[0].shape).swapaxes(0, 1)
+    return np.stack(images).reshape(count, -1, *images[0].shape)
 
 
 def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: Args) -> None:
@@ -562,10 +562,10 @@ def write_result(path: Path, states: torch.Tensor, labels: torch.Tensor, args: A
     result["settings"] = asdict(args)
     result["versions"] = {name: metadata.version(name) for name in ("torch", "open_clip_torch")}
     Path(f"{path}.json").write_text(json.dumps(result, indent=2))
-    sheet = pictures(states[:, :4], labels[:, :4, 0], 8, args).swapaxes(1, 2)  # (4, H, 8, W, 3)
+    sheet = pictures(states[:, :4], labels[:, :4, 0], 8, args).transpose(1, 2, 0, 3, 4)  # (4, H, 8, W, 3)
     iio.imwrite(f"{path}.png", sheet.reshape(-1, 8 * sheet.shape[3], 3))
-    film = np.concatenate(pictures(states[:, :3], labels[:, :3, 0], len(labels), args))
-    iio.imwrite(f"{path}.mp4", film, plugin="pyav", codec="libx264", fps=30)
+    film = pictures(states[:, :3], labels[:, :3, 0], len(states), args).swapaxes(0, 1)  # (3, T, H, W, 3)
+    iio.imwrite(f"{path}.mp4", film.reshape(-1, *film.shape[2:]), plugin="pyav", codec="libx264", fps=30)
     print(f"written to {path}.json, .png, .mp4")
 
 
@@ -666,14 +666,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    code = 0
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
         print(f"{SCRIPT}.py: error: {error}", file=sys.stderr)
-        code = 2
+        os._exit(2)  # without waiting for the threads
     except KeyboardInterrupt:
         print("interrupted; a training goes on with --resume and its folder", file=sys.stderr)
-        code = 130
-    if code:
-        os._exit(code)  # without waiting for the threads
+        os._exit(130)

@@ -93,7 +93,7 @@ def test_one_update_is_sacs(script, settings):
     """Calculated again: critics, actor (with the new critics), entropy coefficient, running means."""
     args, sac = make_sac(script, settings)
     is_car = script is sac_clip_mountaincar
-    means = {"qf1_target": "qf1", "qf2_target": "qf2"} | ({} if is_car else {"mean_actor": "actor"})
+    means = {"target_critics": "critics"} | ({} if is_car else {"mean_actor": "actor"})
     for name in means:  # somewhere else than what they follow
         for weight in getattr(sac, name).parameters():
             weight.data += 0.02 * torch.randn_like(weight)
@@ -115,12 +115,12 @@ def test_one_update_is_sacs(script, settings):
     noise = [torch.randn_like(actions) for _ in range(2)]
 
     next_actions, next_log_prob = act(old.actor, next_obs, noise[0])
-    targets = [critic(next_obs, next_actions) for critic in (old.qf1_target, old.qf2_target)]
+    targets = [critic(next_obs, next_actions) for critic in old.target_critics]
     td_target = sum(0.9**k * reward for k, reward in enumerate(rewards))
     td_target = td_target + 0.9 ** len(rewards) * (torch.minimum(*targets) - 0.2 * next_log_prob).detach()
     new_actions, log_prob = act(old.actor, obs, noise[1])
-    new_q = torch.minimum(sac.qf1(obs, new_actions), sac.qf2(obs, new_actions))
-    losses = {name: ((getattr(old, name)(obs, actions) - td_target) ** 2).mean() for name in ("qf1", "qf2")}
+    new_q = torch.minimum(*(critic(obs, new_actions) for critic in sac.critics))
+    losses = {"critics": sum(((critic(obs, actions) - td_target) ** 2).mean() for critic in old.critics)}
     losses["actor"] = (0.2 * log_prob - new_q).mean()
     for name, loss in losses.items():
         before = [*getattr(old, name).parameters()]
@@ -138,4 +138,4 @@ def test_one_update_is_sacs(script, settings):
         kept = deepcopy(sac.state_dict())
         script.sac_update(sac, optimizers, batch, False, args)
         changed = {key.split(".")[0] for key, value in sac.state_dict().items() if (value != kept[key]).any()}
-        assert changed - {"policy"} == {"qf1", "qf2", *means}  # not the actor; its mean all the same
+        assert changed - {"policy"} == {"critics", *means}  # not the actor; its mean all the same
