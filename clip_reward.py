@@ -11,12 +11,14 @@ settings; and the `Labeller`, which has many frames rewarded at once.
 
 import difflib
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,7 +135,7 @@ class CLIPReward(torch.nn.Module):
             # In its precision before it goes to the GPU, where float32 would take twice the room.
             self.model = open_clip.create_model_from_pretrained(name, **how).to(device)
             self.model.eval().requires_grad_(False)
-            self.goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)  # (D,)
+            goal = self.embed_text(tokenizer(prompts).to(device)).mean(0)  # (D,)
         except (UsageError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # files and downloads fail in many ways, in each library's own words
@@ -143,26 +145,29 @@ class CLIPReward(torch.nn.Module):
         self.alpha = alpha
         self.threshold = threshold
         self.batch_size = batch_size
-        self.device = torch.device(device)
         self.input_dtype = open_clip.get_input_dtype(precision) or torch.float32
 
         cfg = self.model.visual.preprocess_cfg  # the model's own, never constants of ours
         size = cfg["size"]
         self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width
         self.interpolation = "bicubic" if cfg["interpolation"] == "random" else cfg["interpolation"]
-        self.mean = torch.tensor(cfg["mean"], device=device).view(3, 1, 1) * 255
-        self.std = torch.tensor(cfg["std"], device=device).view(3, 1, 1) * 255
-
-        self.fingerprint = self.goal.cpu()  # does a run go on with the reward that it began with?
-        self.baseline = self.goal
+        baseline, negatives = goal, None
         if baseline_prompts:
-            self.baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0)
-        self.negatives = None
+            baseline = self.embed_text(tokenizer(baseline_prompts).to(device)).mean(0)
         if negative_prompts:
-            self.negatives = self.embed_text(tokenizer(negative_prompts).to(device))  # (K, D)
-        elif alpha > 0 and torch.allclose(self.goal, self.baseline, atol=1e-5):
+            negatives = self.embed_text(tokenizer(negative_prompts).to(device))  # (K, D)
+        elif alpha > 0 and torch.allclose(goal, baseline, atol=1e-5):
             raise UsageError("goal and baseline prompt mean the same to this model: there is no line")
         self.temperature = temperature or 1 / self.model.logit_scale.exp().item()
+        self.fingerprint = goal.cpu()  # does a run go on with the reward that it began with?
+        mean, std = (torch.tensor(cfg[name], device=device).view(3, 1, 1) * 255 for name in ("mean", "std"))
+        buffers = {"goal": goal, "baseline": baseline, "negatives": negatives, "mean": mean, "std": std}
+        for name, buffer in buffers.items():  # they go where the model goes
+            self.register_buffer(name, buffer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.goal.device
 
     @torch.no_grad()
     def embed_text(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -298,10 +303,17 @@ class Labeller:
         devices = [device]
         if device.type == "cuda" and device.index is None:
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        workers = [Worker(args, device) for device in devices]
-        self.fingerprint = workers[0].reward_model.fingerprint
+        if len(devices) > 1:  # as many batches a round for each, as even as possible
+            frames = args.num_envs * args.episode_length
+            batches = len(devices) * math.ceil(frames / args.clip_batch_size / len(devices))
+            args = replace(args, clip_batch_size=math.ceil(frames / batches))
+        self.device = devices[0]
+        workers = [Worker(args, self.device)]
+        reward_model = workers[0].reward_model
+        self.fingerprint = reward_model.fingerprint
+        workers += [Worker(args, other, deepcopy(reward_model).to(other)) for other in devices[1:]]
         if device.type == "cpu":
-            workers += [Worker(args, device, workers[0].reward_model) for _ in range(THREADS - 1)]
+            workers += [Worker(args, device, reward_model) for _ in range(THREADS - 1)]
         workers += [RayWorker(Worker, args, device) for _ in range(args.ray_workers)]
         self.free = SimpleQueue()  # workers with nothing to do
         for worker in workers:

@@ -16,9 +16,11 @@ import sys
 import time
 import zipfile
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from threading import Lock
@@ -38,7 +40,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from clip_reward import Labeller, RewardArgs, UsageError, make_reward
+from clip_reward import THREADS, Labeller, RewardArgs, UsageError, make_reward
 
 SCRIPT = Path(__file__).stem
 
@@ -110,7 +112,7 @@ ACTION_SIZE = 17  # motors
 MAX_CTRL = 0.4  # the motors' control goes from -0.4 to 0.4, actions from -1 to 1
 
 
-def make_envs(num_envs: int, args: Args) -> gymnasium.vector.VectorEnv:
+class Humanoids(gymnasium.vector.SyncVectorEnv):
     """Gymnasium's Humanoid-v5, many at once; as in the paper no episode ends early: that would tell the task.
 
     A state is MuJoCo's qpos, the pose (position in m and quaternion of the torso, 17 joint angles in rad),
@@ -118,13 +120,25 @@ def make_envs(num_envs: int, args: Args) -> gymnasium.vector.VectorEnv:
     the limbs are; with --full-obs all that Gymnasium has. The agent does not see the first two numbers, the
     place on the floor.
     """
-    observed = {
-        f"include_{name}_in_observation": args.full_obs for name in ("cvel", "qfrc_actuator", "cfrc_ext")
-    }
-    return gymnasium.make_vec(
-        "Humanoid-v5", num_envs, vectorization_mode="sync", max_episode_steps=args.episode_length,
-        terminate_when_unhealthy=False, exclude_current_positions_from_observation=False, **observed
-    )  # fmt: skip
+
+    def __init__(self, num_envs: int, args: Args):
+        what = {
+            f"include_{name}_in_observation": args.full_obs for name in ("cvel", "qfrc_actuator", "cfrc_ext")
+        }
+        what["exclude_current_positions_from_observation"] = False
+        super().__init__([lambda: gymnasium.make("Humanoid-v5", **what)] * num_envs)
+        self.pool = ThreadPoolExecutor(THREADS)
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """As in Gymnasium, without rewards; MuJoCo's C code lets other threads run, so each robot has one."""
+        states = np.stack([*self.pool.map(self.move, self.envs, actions)])
+        no = np.zeros(self.num_envs, dtype=bool)
+        return states, no.astype(np.float32), no, no, {}
+
+    @staticmethod
+    def move(env: gymnasium.Env, action: np.ndarray) -> np.ndarray:
+        env.unwrapped.do_simulation(action, env.unwrapped.frame_skip)
+        return env.unwrapped._get_obs()
 
 
 # ---- Rendering and labelling
@@ -206,6 +220,8 @@ class Scene:
         self.batch_size = batch_size
         self.device = device
         wp.init()
+        if device.type == "cuda" and not wp.is_cuda_available():
+            raise UsageError("Warp sees no GPU here: it needs NVIDIA's driver 580 or newer, or --device cpu")
         self.warp_device = wp.get_device(str(device))
         self.lock = WARP if device.type == "cuda" else nullcontext()
         wp.set_device(self.warp_device)
@@ -454,7 +470,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
 
 @torch.no_grad()
 def rollout(
-    policy: nn.Module | None, noise_scale: float, envs: gymnasium.vector.VectorEnv, labeller: Labeller,
+    policy: nn.Module | None, noise_scale: float, envs: Humanoids, labeller: Labeller,
     seed: int, args: Args
 ) -> tuple:  # fmt: skip
     """An episode in each environment, on the CPU; without a policy at random.
@@ -491,8 +507,8 @@ def train(args: Args, labeller: Labeller) -> None:
         label     ===============     other threads, then this one, too: render what was played, reward it
         report                   ===  this thread: store round k; curves, evaluation, checkpoint
     """
-    device = torch.device(args.device)
-    envs = make_envs(args.num_envs, args)
+    device = labeller.device  # the first GPU, by its number
+    envs = Humanoids(args.num_envs, args)
     state_size = envs.single_observation_space.shape[0]
     torch.manual_seed(args.seed)
     sac = SAC(state_size, args).to(device)
@@ -716,13 +732,18 @@ def in_words(means: dict[str, float]) -> str:
 def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -> tuple:
     """Play without exploration, from starts of its own -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
-    states, _ = rollout(deepcopy(policy).cpu(), 0.0, make_envs(episodes, args), labeller, seed, args)
+    states, _ = rollout(deepcopy(policy).cpu(), 0.0, Humanoids(episodes, args), labeller, seed, args)
     return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, 2)
+
+
+@cache
+def picture_scene(textures: str, camera: str) -> Scene:  # a second's work, once
+    return Scene(240, 240, textures, camera, 2, 4, torch.device("cpu"))
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> captioned frames of `count` steps (count, N, H, W, 3)."""
-    scene = Scene(240, 240, args.textures, args.camera, 2, states.shape[1], torch.device("cpu"))
+    scene = picture_scene(args.textures, args.camera)
     images = []
     steps = np.linspace(0, len(states) - 1, count).round().astype(int)
     for t in tqdm(steps, "render pictures", leave=False, disable=None):
@@ -843,7 +864,7 @@ def main() -> None:
         print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
         train(args, labeller)
     else:
-        policy = SAC(make_envs(1, args).single_observation_space.shape[0], args).policy
+        policy = SAC(Humanoids(1, args).single_observation_space.shape[0], args).policy
         load(args.evaluate, policy=policy)
         path = Path(args.run_dir, f"{Path(args.evaluate).stem}_evaluation")
         os.makedirs(args.run_dir, exist_ok=True)

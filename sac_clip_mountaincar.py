@@ -421,7 +421,7 @@ def train(args: Args, labeller: Labeller) -> None:
         label     ===============     other threads, then this one, too: render what was played, reward it
         report                   ===  this thread: store round k; curves, evaluation, checkpoint
     """
-    device = torch.device(args.device)
+    device = labeller.device  # the first GPU, by its number
     envs = MountainCar(args.num_envs)
     torch.manual_seed(args.seed)
     sac = SAC().to(device)

@@ -119,7 +119,7 @@ def parts(script: ModuleType, settings) -> tuple:
             script.sac_update(sac, optimizers, rb.sample(settings.batch_size), settings)
 
     else:
-        envs = script.make_envs(settings.num_envs, settings)
+        envs = script.Humanoids(settings.num_envs, settings)
         size = envs.single_observation_space.shape[0]
         rb = script.ReplayBuffer(size, settings, device)
         sac = script.SAC(size, settings).to(device)

@@ -222,6 +222,9 @@ class ProgramReward:
         self.fingerprint = torch.tensor([*digest.digest()], dtype=torch.float32)
         print(f"sha256 {digest.hexdigest()[:16]}, {path} runs here: {', '.join(self.program.subtasks)}")
 
+    def to(self, device: "torch.device") -> "ProgramReward":
+        return self  # programs run on the CPU
+
     def __call__(self, frames: "torch.Tensor") -> "torch.Tensor":
         try:
             done = self.program(frames.cpu().permute(0, 2, 3, 1).numpy())

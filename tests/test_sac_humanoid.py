@@ -27,7 +27,7 @@ def test_environment_is_gymnasiums_and_an_evaluation_has_no_noise(full_obs, size
     """Two episodes in each of three, played by Gymnasium again from the same seeds with the same actions."""
     torch.manual_seed(0)
     args = Args(full_obs=full_obs)
-    envs = sac_clip_humanoid.make_envs(3, args)
+    envs = sac_clip_humanoid.Humanoids(3, args)
     options = {"terminate_when_unhealthy": False, "exclude_current_positions_from_observation": False}
     env = gym.make("Humanoid-v5", **options).unwrapped
     for seed, policy in ((5, None), (9, SAC(size, args).policy)):

@@ -40,7 +40,7 @@ def test_the_realistic_look_shows_what_its_words_say():
 def test_sac_explores_with_correlated_noise(script, num_envs):
     """Random actions are uniform, a policy's noise is standard normal, both alike from step to step."""
     args = script.Args()
-    envs = script.make_envs(16, args) if script is sac_clip_humanoid else script.MountainCar(80)
+    envs = script.Humanoids(16, args) if script is sac_clip_humanoid else script.MountainCar(80)
     gaussian = torch.zeros(2, num_envs, script.ACTION_SIZE)  # mean and log σ
     for policy in (None, lambda obs: gaussian):
         states, actions = script.rollout(policy, 1.0, envs, SimpleNamespace(add=lambda _: None), 5, args)

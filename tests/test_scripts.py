@@ -37,7 +37,7 @@ RENDER = {
 ENVS = {
     "dqn_clip_cartpole": lambda n, args: dqn_clip_cartpole.CartPole(n),
     "sac_clip_mountaincar": lambda n, args: sac_clip_mountaincar.MountainCar(n),
-    "sac_clip_humanoid": sac_clip_humanoid.make_envs,
+    "sac_clip_humanoid": sac_clip_humanoid.Humanoids,
 }
 POLICY = {  # what acts, with new weights
     "dqn_clip_cartpole": lambda args: dqn_clip_cartpole.QNetwork(),

@@ -166,7 +166,7 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
     The variations are what a policy finds that is rewarded for a posture: states around it in all directions.
     """
     num_envs = min(256, n)
-    robots = [env.unwrapped for env in humanoid.make_envs(num_envs, humanoid.Args()).envs]
+    robots = [env.unwrapped for env in humanoid.Humanoids(num_envs, humanoid.Args()).envs]
     states = []
     showing = None
     for _ in trange(math.ceil(n / num_envs / len(SNAPSHOTS)), desc="simulate the humanoid", leave=False):
