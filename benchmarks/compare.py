@@ -26,8 +26,9 @@ from stable_baselines3 import DQN, SAC
 from stable_baselines3.common.callbacks import BaseCallback
 from tqdm import tqdm
 
-from benchmarks.throughput import Script, model_and_note, run_loop
+from benchmarks.throughput import model_and_note, run_loop
 from clip_reward import CLIPReward, native_precision
+from reward_check.dataset import Script
 
 # Of each script: the algorithm, Gymnasium's environment and its options, the layers of its own networks.
 PLAIN = {

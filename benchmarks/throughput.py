@@ -28,7 +28,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import harmonic_mean, median
 from types import ModuleType, SimpleNamespace
-from typing import Literal
 
 import open_clip
 import torch
@@ -38,9 +37,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from clip_reward import native_precision, one_line
+from reward_check.dataset import Script
 
 ROOT = Path(__file__).resolve().parent.parent
-Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
 
 
 @dataclass
