@@ -26,8 +26,9 @@ from stable_baselines3 import DQN, SAC
 from stable_baselines3.common.callbacks import BaseCallback
 from tqdm import tqdm
 
-from benchmarks.throughput import Script, model_and_note, run_loop
+from benchmarks.throughput import model_and_note, run_loop
 from clip_reward import CLIPReward, native_precision
+from reward_check.dataset import Script
 
 # Of each script: the algorithm, Gymnasium's environment and its options, the layers of its own networks.
 PLAIN = {
@@ -42,20 +43,13 @@ KINDS = ("every step", "end of episode", "every step, the script's updates")
 class Args:
     """Time the scripts and the plain trainings in turns."""
 
-    scripts: tuple[Script, ...] = Script.__args__
-    """which of the scripts"""
-    clip_model: str = "tiny"
-    """of all: tiny, NAME/TAG, or an architecture of open_clip without a tag, which gets random weights"""
-    precision: str | None = None
-    """of all: fp32 or bf16 (default: what the scripts choose on this device)"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """of all"""
-    repetitions: int = 5
-    """runs of each"""
-    rounds: int = 4
-    """measured rounds of a run of the script"""
-    plain_episodes: int = 3
-    """measured episodes of a run of the plain ones"""
+    scripts: tuple[Script, ...] = Script.__args__  # which of the scripts
+    clip_model: str = "tiny"  # of all: tiny, NAME/TAG, or open_clip's NAME with random weights
+    precision: str | None = None  # of all: fp32 or bf16 (default: what the scripts choose on this device)
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # of all
+    repetitions: int = 5  # runs of each
+    rounds: int = 4  # measured rounds of a run of the script
+    plain_episodes: int = 3  # measured episodes of a run of the plain ones
 
 
 class CLIPWrapper(gymnasium.Wrapper):
@@ -69,10 +63,12 @@ class CLIPWrapper(gymnasium.Wrapper):
     def step(self, action):
         obs, _, _, truncated, info = self.env.step(action)
         frame = torch.from_numpy(self.env.render().copy()).permute(2, 0, 1)
+        reward = 0.0
         if self.reward_model is None:
             self.frames.append(frame)
-            return obs, 0.0, False, truncated, info
-        return obs, self.reward_model(frame[None]).item(), False, truncated, info
+        else:
+            reward = self.reward_model(frame[None]).item()
+        return obs, reward, False, truncated, info
 
 
 class ScoreEpisodes(BaseCallback):
@@ -85,9 +81,7 @@ class ScoreEpisodes(BaseCallback):
         self.episode = episode
 
     def _on_step(self) -> bool:
-        if (
-            len(self.frames) == self.episode + 1
-        ):  # this step is not in the buffer yet; the episode before it is
+        if len(self.frames) > self.episode:  # this step is not in the buffer yet; the episode before it is
             self._on_training_end()
         return True
 
@@ -98,28 +92,22 @@ class ScoreEpisodes(BaseCallback):
         del self.frames[: self.episode]
 
 
-def own_updates(script: str) -> dict:
-    """For Stable-Baselines3: the script's networks, batches and updates per step, rounded in an episode."""
-    defaults = importlib.import_module(script).Args()
-    updates = round(defaults.gradient_steps / defaults.num_envs)
-    *_, layers = PLAIN[script]
-    options = {"train_freq": (1, "episode"), "gradient_steps": updates, "batch_size": defaults.batch_size}
-    return options | {"policy_kwargs": {"net_arch": layers}}
-
-
 def plain_run(kind: str, script: str, args: Args, reward_model: CLIPReward) -> float:
     """Steps/s of a plain training after its first episode, which is random."""
-    algorithm, name, options, _ = PLAIN[script]
-    episode = importlib.import_module(script).Args().episode_length
+    algorithm, name, options, layers = PLAIN[script]
+    defaults = importlib.import_module(script).Args()
+    episode = defaults.episode_length
     env = gymnasium.make(name, render_mode="rgb_array", **options).unwrapped
-    env = gymnasium.wrappers.TimeLimit(env, episode)
+    env = CLIPWrapper(gymnasium.wrappers.TimeLimit(env, episode), reward_model)
+    callback = None
+    own = {}
     if kind == "end of episode":
-        env = CLIPWrapper(env, None)
+        env.reward_model = None
         callback = ScoreEpisodes(reward_model, env.frames, episode)
-    else:
-        env = CLIPWrapper(env, reward_model)
-        callback = None
-    own = own_updates(script) if kind.endswith("the script's updates") else {}
+    elif "the script's updates" in kind:  # per step, rounded in an episode
+        updates = round(defaults.gradient_steps / defaults.num_envs)
+        own = {"train_freq": (1, "episode"), "gradient_steps": updates, "batch_size": defaults.batch_size}
+        own["policy_kwargs"] = {"net_arch": layers}
     model = algorithm("MlpPolicy", env, learning_starts=episode, device=args.device, **own)
     model.learn(episode, callback=callback)
     start = time.perf_counter()
@@ -135,25 +123,22 @@ def main() -> None:
         clip_model, shown = model_and_note(args.clip_model, folder)
         options = {"clip_model": clip_model, "precision": precision, "device": args.device}
         reward_model = CLIPReward(clip_model, "a car", device=args.device, precision=precision)
-        cores = torch.get_num_threads()
-        print(
-            f"{shown} in {precision} on {args.device}, {cores} cores: steps/s, and ratios with their ranges"
-        )
-        print("|", " | ".join(("script", "ours", *(f"plain, {kind} | ours ÷ {kind}" for kind in KINDS))), "|")
+        how = f"{shown} in {precision} on {args.device}, {torch.get_num_threads()} cores"
+        print(f"{how}: steps/s, and ratios with their ranges")
+        print("| script | ours |", *(f"plain, {kind} | ours ÷ {kind} |" for kind in KINDS))
         print("|---" * 8 + "|")
         progress = tqdm(total=len(args.scripts) * args.repetitions * 4, desc="time all", unit="run")
         for script in args.scripts:
-            runs = []
+            ours = []
+            plain = {kind: [] for kind in KINDS}
             for _ in range(args.repetitions):
-                run = [run_loop(script, options, args.rounds)]
+                ours.append(run_loop(script, options, args.rounds))
                 progress.update()
-                for kind in KINDS:
-                    run.append(plain_run(kind, script, args, reward_model))
+                for kind, speeds in plain.items():
+                    speeds.append(plain_run(kind, script, args, reward_model))
                     progress.update()
-                runs.append(run)
-            ours, *plain = zip(*runs)
             columns = [f"{median(ours):.0f}"]
-            for speeds in plain:
+            for speeds in plain.values():
                 ratios = sorted(a / b for a, b in zip(ours, speeds))
                 columns += [f"{median(speeds):.1f}"]
                 columns += [f"{median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})"]

@@ -28,7 +28,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import harmonic_mean, median
 from types import ModuleType, SimpleNamespace
-from typing import Literal
 
 import open_clip
 import torch
@@ -38,33 +37,24 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from clip_reward import native_precision, one_line
+from reward_check.dataset import Script
 
 ROOT = Path(__file__).resolve().parent.parent
-Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
 
 
 @dataclass
 class Args:
     """Time the loops, their phases and the bare encoder."""
 
-    scripts: tuple[Script, ...] = Script.__args__
-    """which of the scripts"""
-    models: tuple[str, ...] = ("tiny", "ViT-B-32")
-    """tiny, NAME/TAG, or architectures of open_clip without a tag, which get random weights"""
-    precisions: tuple[str, ...] = ()
-    """fp32, bf16 (default: what the scripts choose on this device)"""
-    num_envs: tuple[int, ...] = ()
-    """environments side by side (default: the script's)"""
-    steps_per_round: int = 0
-    """steps of a round, with as many updates a step as the script makes (default: the script's)"""
-    rounds: int = 3
-    """measured rounds of the loop in a repetition"""
-    repetitions: int = 3
-    """of encoder and loop in turns; the table gives the median and the range of the efficiency"""
-    clip_batch_size: int = 0
-    """frames rendered and scored at once (default: the script's)"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """cpu or cuda"""
+    scripts: tuple[Script, ...] = Script.__args__  # which of the scripts
+    models: tuple[str, ...] = ("tiny", "ViT-B-32")  # tiny, NAME/TAG, or open_clip's NAME with random weights
+    precisions: tuple[str, ...] = ()  # fp32, bf16 (default: what the scripts choose on this device)
+    num_envs: tuple[int, ...] = ()  # environments side by side (default: the script's)
+    steps_per_round: int = 0  # with as many updates a step as the script makes (default: the script's)
+    rounds: int = 3  # measured rounds of the loop in a repetition
+    repetitions: int = 3  # of encoder and loop in turns: median, and range of the efficiency
+    clip_batch_size: int = 0  # frames rendered and scored at once (default: the script's)
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu or cuda
 
 
 def model_and_note(name: str, folder: str) -> tuple[str, str]:
@@ -85,8 +75,7 @@ def settings_of_loop(script: str, options: dict, rounds: int) -> dict:
 
 def run_loop(script: str, options: dict, rounds: int) -> float:
     """Train in a process of its own -> steps/s over so many rounds that learn, without evaluations."""
-    options = settings_of_loop(script, options, rounds)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    words = [f"--{name}={value}" for name, value in settings_of_loop(script, options, rounds).items()]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, f"{script}.py", *words, "--episodes=1", f"--run-dir={folder}/run"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -99,53 +88,48 @@ def run_loop(script: str, options: dict, rounds: int) -> float:
 def parts(script: ModuleType, settings) -> tuple:
     """-> the script's environments, policy and replay buffer, and a function that makes update number k."""
     device = torch.device(settings.device)
+    size = settings.batch_size
     if script.__name__ == "dqn_clip_cartpole":
+        envs = script.CartPole(settings.num_envs)
         rb = script.ReplayBuffer(settings, device)
         policy = script.QNetwork().to(device)
-        target = script.QNetwork().to(device)
-        optimizer = torch.optim.Adam(policy.parameters(), settings.learning_rate, fused=True)
-
-        def update(k: int) -> None:
-            script.dqn_update(policy, target, optimizer, rb.sample(settings.batch_size), settings)
-
-        return script.CartPole(settings.num_envs), policy, rb, update
+        dqn = policy, deepcopy(policy), torch.optim.Adam(policy.parameters(), fused=True)
+        return envs, policy, rb, lambda k: script.dqn_update(*dqn, rb.sample(size), settings)
 
     if script.__name__ == "sac_clip_mountaincar":
         envs = script.MountainCar(settings.num_envs)
         rb = script.ReplayBuffer(settings, device)
         sac = script.SAC().to(device)
+        optimizers = sac.optimizers(settings.learning_rate)
+        return envs, sac.policy, rb, lambda k: script.sac_update(sac, optimizers, rb.sample(size), settings)
 
-        def update(k: int) -> None:
-            script.sac_update(sac, optimizers, rb.sample(settings.batch_size), settings)
-
-    else:
-        envs = script.Humanoids(settings.num_envs, settings)
-        size = envs.single_observation_space.shape[0]
-        rb = script.ReplayBuffer(size, settings, device)
-        sac = script.SAC(size, settings).to(device)
-
-        def update(k: int) -> None:
-            batch = rb.sample(settings.batch_size, settings.n_step)
-            script.sac_update(sac, optimizers, batch, k % settings.policy_frequency == 0, settings)
-
+    envs = script.Humanoids(settings.num_envs, settings)
+    state_size = envs.single_observation_space.shape[0]
+    rb = script.ReplayBuffer(state_size, settings, device)
+    sac = script.SAC(state_size, settings).to(device)
     optimizers = sac.optimizers(settings.learning_rate)
+
+    def update(k: int) -> None:
+        update_actor = k % settings.policy_frequency == 0
+        script.sac_update(sac, optimizers, rb.sample(size, settings.n_step), update_actor, settings)
+
     return envs, sac.policy, rb, update
 
 
-def rate(work: Callable, batches: list, threads: int, device: torch.device, seconds: float = 3.0) -> float:
-    """Items per second of work(thread, batch) on the batches, again and again, by so many threads."""
+def rate(work: Callable, batches: list, threads: int = 1) -> float:
+    """Items per second of work(thread, batch) on the batches, for 3 seconds or more, by so many threads."""
 
     def one_pass() -> None:
         list(pool.map(lambda k: [work(k, batch) for batch in batches[k::threads]], range(threads)))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     own_threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(own_threads,)) as pool:
         one_pass()
         start = time.perf_counter()
         passes = 0
-        while passes == 0 or time.perf_counter() - start < seconds:
+        while time.perf_counter() - start < 3:
             one_pass()
             passes += 1
         return passes * sum(len(batch) for batch in batches) / (time.perf_counter() - start)
@@ -181,9 +165,12 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
         def play(*_) -> None:
             rb.add(*script.rollout(actor, 0.5, envs, SimpleNamespace(add=played.append), 1, settings), 0.0)
 
-        simulate = rate(play, [range(steps)], 1, device)
-        numbers = range(updates)
-        updating = rate(lambda *_: [update(k) for k in numbers], [numbers], 1, device) * steps / updates
+        def learn(*_) -> None:
+            for k in range(updates):
+                update(k)
+
+        simulate = rate(play, [range(steps)])
+        updating = rate(learn, [range(steps)])
         workers = [script.Worker(settings, device)]
         reward_model = workers[0].reward_model
         workers += [script.Worker(settings, device, reward_model) for _ in range(threads - 1)]
@@ -194,44 +181,42 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
             frames = workers[thread].scene.render(states)
             return frames[0] if name == "sac_clip_humanoid" else frames
 
+        def encode(_, pixels: torch.Tensor) -> None:
+            reward_model.model.encode_image(pixels)
+
         states = torch.cat([*played])
         wanted = 8 * threads * batch_size  # so that all threads have as much to do
-        batches = list(states.repeat(-(-wanted // len(states)), 1)[:wanted].split(batch_size))
+        batches = states.repeat(-(-wanted // len(states)), 1)[:wanted].split(batch_size)
         frames = [render(0, batch) for batch in batches]
         dtype = reward_model.input_dtype
         pixels = [((some - 127.0) / 64).to(dtype, memory_format=torch.channels_last) for some in frames]
-        renders = rate(render, batches, threads, device)
-        scores = rate(lambda _, some: reward_model(some), frames, threads, device)
+        renders = rate(render, batches, threads)
+        scores = rate(lambda _, some: reward_model(some), frames, threads)
+        encoders = []
+        loops = []
+        for _ in range(args.repetitions):
+            rates = [rate(encode, pixels, threads)]  # one thread a core or PyTorch's own, whichever is faster
+            if threads > 1:
+                torch.set_num_threads(cores)
+                rates.append(rate(encode, pixels))
+                torch.set_num_threads(1)
+            encoders.append(max(rates))
+            loops.append(run_loop(name, options, args.rounds))
+    loop = median(loops)
+    efficiencies = sorted(b / a for a, b in zip(encoders, loops))
+    columns = [name, shown, precision, num_envs]
+    columns += [f"{value:.0f}" for value in (simulate, renders, scores, updating, median(encoders), loop)]
+    columns += [f"{median(efficiencies):.2f} ({efficiencies[0]:.2f} to {efficiencies[-1]:.2f})"]
+    if device.type == "cuda":
         torch.backends.mha.set_fastpath_enabled(False)  # the counter does not know it
         with FlopCounterMode(display=False) as counter:
             reward_model.model.encode_image(pixels[0])
         torch.backends.mha.set_fastpath_enabled(True)
         flops = counter.get_total_flops() / len(pixels[0])
 
-        def encode(_, some: torch.Tensor) -> None:
-            reward_model.model.encode_image(some)
-
-        def bare() -> float:
-            """frames/s of encode_image, one thread a core or PyTorch's own threads, whichever is faster."""
-            rates = [rate(encode, pixels, threads, device)]
-            if threads > 1:
-                torch.set_num_threads(cores)
-                rates.append(rate(encode, pixels, 1, device))
-                torch.set_num_threads(1)
-            return max(rates)
-
-        pairs = [(bare(), run_loop(name, options, args.rounds)) for _ in range(args.repetitions)]
-    encoder, loop = (median(column) for column in zip(*pairs))
-    efficiencies = sorted(b / a for a, b in pairs)
-    columns = [name, shown, precision, num_envs]
-    columns += [f"{value:.0f}" for value in (simulate, renders, scores, updating, encoder, loop)]
-    columns += [f"{median(efficiencies):.2f} ({efficiencies[0]:.2f} to {efficiencies[-1]:.2f})"]
-    if device.type == "cuda":
-
         def a_round() -> None:
             play()
-            for k in numbers:
-                update(k)
+            learn()
             for some in torch.cat([*played]).split(batch_size):
                 workers[0].label(some)
 
@@ -257,7 +242,7 @@ def synchronisations(work: Callable) -> int:
 def matmul_rate(device: torch.device, size: int = 8192) -> float:
     """FLOP/s of a large matrix product in bfloat16."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return rate(lambda *_: a @ b, [range(1)] * 10, 1, device) * 2 * size**3
+    return rate(lambda *_: a @ b, [range(1)] * 10) * 2 * size**3
 
 
 def main() -> None:
@@ -266,20 +251,17 @@ def main() -> None:
     precisions = args.precisions or (native_precision(args.device),)
     all_envs = args.num_envs or (None,)
     rows = list(product(args.models, precisions, args.scripts, all_envs))
-    head = ["script", "CLIP model", "precision", "environments", "simulate", "render", "CLIP", "update"]
-    head += ["encode_image", "loop", "efficiency (range)"]
+    head = "script | CLIP model | precision | environments | simulate | render | CLIP | update | encode_image"
+    head += " | loop | efficiency (range)"
     if args.device == "cpu":
-        head += ["of the cores", "memory, GiB"]
+        head += " | of the cores | memory, GiB"
     else:
-        head += [
-            "TFLOP/s",
-            "of a bf16 matrix product",
-            "waits for the GPU in a round",
-            "memory of the phases, GiB",
-        ]
+        head += (
+            " | TFLOP/s | of a bf16 matrix product | waits for the GPU in a round | memory of the phases, GiB"
+        )
     print(f"{args.device}, {torch.get_num_threads()} cores; steps/s or frames/s")
-    print("|", " | ".join(head), "|")
-    print("|---" * len(head) + "|")
+    print(f"| {head} |")
+    print("|---" * (head.count("|") + 1) + "|")
     failed = 0
     for model, precision, script, num_envs in tqdm(rows, desc="measure", unit="row"):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # for its memory

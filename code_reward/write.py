@@ -73,7 +73,8 @@ REPAIR = "That does not do. {problem}\nMend it, and give the whole answer again.
 
 def picture(frame: np.ndarray) -> dict:
     """A frame (H, W, 3), enlarged, as a part of a message."""
-    file, zoom = io.BytesIO(), max(1, 400 // len(frame))
+    zoom = max(1, 400 // len(frame))
+    file = io.BytesIO()
     Image.fromarray(frame.repeat(zoom, axis=0).repeat(zoom, axis=1)).save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
@@ -90,8 +91,9 @@ def plain(text: str) -> str:
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    path.with_suffix(".tmp").write_text(text, "utf-8")
-    os.replace(path.with_suffix(".tmp"), path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)
 
 
 class Model:
@@ -116,7 +118,6 @@ class Model:
                 tokens = getattr(response.usage, "total_tokens", 0)
             except Exception as error:  # whatever the endpoint sends instead
                 raise UsageError(f"no answer ({one_line(error)}); the same command goes on") from None
-            tokens = tokens if isinstance(tokens, int) else 0
             text = messages[-1]["content"][0]["text"]
             self.calls[key] = {"question": text, "answer": answer, "tokens": tokens}
             write(self.path, json.dumps(self.calls, indent=1))
@@ -207,8 +208,8 @@ def main() -> None:
     args = tyro.cli(Args)
     if args.output.suffix != ".py" or args.output.exists():
         raise UsageError(f"--output {args.output} must be a new file NAME.py")
-    if not all(8 <= n <= 1024 for n in args.size) or args.episodes < 1 or args.rounds < 0:
-        raise UsageError("--size is two numbers from 8 to 1024, --episodes at least 1, --rounds at least 0")
+    if not all(8 <= n <= 1024 for n in args.size):
+        raise UsageError("--size is two numbers from 8 to 1024")
     frames = trajectories(args)
     shown = [picture(frame) for kind in (1, 0) for frame in frames[kind, :3, -1]]
     model = Model(args)

@@ -13,10 +13,15 @@ import platform
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from statistics import harmonic_mean, mean
+from statistics import harmonic_mean
+
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -35,16 +40,16 @@ def write(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-# ---- The runs, CLAIM/KIND_SEED: script and options; of each kind the name of its row and the paper's success
+# ---- The runs, CLAIM/KIND_SEED: script and options
 
-RUNS, KINDS, CONDITIONS = {}, {}, {}
-for row in read(HERE / "runs.csv"):
-    KINDS[row["kind"]] = row["called"], row["paper"]
-    CONDITIONS[row["kind"]] = row["condition"]  # in words
-    for seed in range(1, int(row["seeds"]) + 1):
-        RUNS[f"{row['kind']}_{seed}"] = row["script"], f"{row['options']} --seed {seed}".strip()
+KINDS = {row["kind"]: row for row in read(HERE / "runs.csv")}
+RUNS = {
+    f"{kind}_{seed}": (row["script"], f"{row['options']} --seed {seed}".strip())
+    for kind, row in KINDS.items()
+    for seed in range(1, int(row["seeds"]) + 1)
+}
 TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("table1/")]
-CLAIMS = list(dict.fromkeys(name.partition("/")[0] for name in RUNS))
+CLAIMS = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 
 VIT = "--models ViT-B-32 --rounds 1 --repetitions 2 --clip-batch-size 32"
 GROWTH = "--num-envs 8 64 512 4096 --steps-per-round 8192 --rounds 1 --repetitions 1"
@@ -66,12 +71,12 @@ def describe() -> dict:
     """The last commit of what results depend on, bundled weights and machine of now."""
 
     def git(*words: str) -> str:
-        files = "*.py", "tiny_clip/*.safetensors", ":!tests", ":!results"
-        done = subprocess.run(["git", *words, "--", *files], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip()
+        command = ["git", *words, "--", "*.py", "tiny_clip/*.safetensors", ":!tests", ":!results"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    commit = git("log", "-1", "--format=%h") + (" and changes" if changed else "")
+    commit = git("log", "-1", "--format=%h")
+    if git("status", "--porcelain", "--untracked-files=no"):
+        commit += " and changes"
     return {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "commit": commit, "tiny": TINY}
 
 
@@ -86,24 +91,22 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
     from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows, rounds = [], []
+    rows = []
+    rounds = []
     tags = ("clip_return", "ground_truth_return", "success_rate")
     for name in [name for name in RUNS if name.startswith(f"{claim}/")]:
         folder = run_dir / name
         script, options = RUNS[name]
         result = json.loads((folder / "result.json").read_text())
         settings = result["settings"]
-        curves = defaultdict(dict)  # of each the values by their steps, whichever event file has them
-        for path in folder.glob("*tfevents*"):
-            events = EventAccumulator(str(path), {"scalars": 0}).Reload()
-            for tag in events.Tags()["scalars"]:
-                curves[tag] |= {point.step: point.value for point in events.Scalars(tag)}
-        for step in sorted(curves["charts/SPS"]):
-            values = {tag: f"{curves[f'charts/{tag}'][step]:.4g}" for tag in tags}
+        events = EventAccumulator(str(folder), {"scalars": 0}, purge_orphaned_data=False).Reload()
+        curves = {tag: {e.step: e.value for e in events.Scalars(f"charts/{tag}")} for tag in ("SPS", *tags)}
+        speeds = curves["SPS"]
+        for step in sorted(speeds):
+            values = {tag: f"{curves[tag][step]:.4g}" for tag in tags}
             rounds.append({"run": name, "step": step} | values)
-        speed = harmonic_mean(curves["charts/SPS"].values())
         row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
-        row |= {"steps_per_second": f"{speed:.0f}", "episodes": settings["episodes"]}
+        row |= {"steps_per_second": f"{harmonic_mean(speeds.values()):.0f}", "episodes": settings["episodes"]}
         row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
         row |= {key: settings[key] for key in ("clip_model", "precision", "device")}
         row |= json.loads(Path(f"{folder}.begun").read_text())
@@ -111,10 +114,10 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         rows.append(row)
         frames = output / "frames" / f"{name}.jpg"
         frames.parent.mkdir(parents=True, exist_ok=True)
-        with Image.open(folder / "result.png") as sheet:  # of four episodes, one below the other, the first
-            strip = sheet.crop((0, 0, sheet.width, sheet.height // min(settings["episodes"], 4)))
-            strip = strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS)
-            strip.convert("RGB").save(frames, quality=85)
+        sheet = Image.open(folder / "result.png")  # of four episodes, one below the other: the first
+        strip = sheet.crop((0, 0, sheet.width, sheet.height // 4))
+        strip = strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS)
+        strip.save(frames, quality=85)
         if name == "table1/kneeling_1":
             film = iio.imread(folder / "result.mp4", plugin="pyav")  # three episodes
             iio.imwrite(output / "kneeling.gif", film[: len(film) // 3 : 2], duration=60, loop=0)
@@ -125,10 +128,9 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
 def printed(name: str, output: Path) -> None:
     """A program's Markdown table (stdin) -> NAME.csv, with the line above it, the command, and the commit."""
     lines = sys.stdin.read().splitlines()
-    first = next(k for k, line in enumerate(lines) if line.startswith("|"))
-    table = [line.strip("| ").split("|") for line in lines[first:] if line.startswith("| ")]
-    head, *table = [[cell.strip() for cell in cells] for cells in table]
-    how = {"what": lines[first - 1] if first else "", "command": COMMANDS[name]} | describe()
+    first = next(k for k, line in enumerate(lines) if line.startswith("| "))
+    head, *table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    how = {"what": lines[first - 1], "command": COMMANDS[name]} | describe()
     write(output / f"{name}.csv", [dict(zip(head, cells)) | how for cells in table])
 
 
@@ -142,9 +144,7 @@ def judged(path: Path) -> None:
 
 def markdown(head: str, rows: list[list]) -> str:
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-    return (
-        "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows]) if rows else "*Not run yet.*"
-    )
+    return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
 
 
 def commits(rows: list[dict]) -> str:
@@ -153,31 +153,34 @@ def commits(rows: list[dict]) -> str:
     return ", ".join(dict.fromkeys(row["commit"] + mark for row, mark in zip(rows, earlier)))
 
 
-def curve(output: Path, run: str) -> list[tuple[int, float, float]]:
-    """-> steps, CLIP return and success rate of each round."""
-    rows = read(output / "curves" / f"{run.partition('/')[0]}.csv")
-    return [
-        (int(r["step"]), float(r["clip_return"]), float(r["success_rate"])) for r in rows if r["run"] == run
-    ]
+def curve(output: Path, run: str) -> np.ndarray:
+    """-> the rounds of a run, with fields step, clip_return and success_rate."""
+    path = output / "curves" / f"{run.partition('/')[0]}.csv"
+    rounds = np.genfromtxt(path, delimiter=",", names=True, dtype=None, encoding="utf-8")
+    return rounds[rounds["run"] == run]
+
+
+def kind_of(row: dict) -> str:
+    return row["run"].rpartition("_")[0]
 
 
 def runs_table(*beginnings: str, output: Path) -> str:
     """A line for each kind of run, with the results of all its seeds."""
+    found = [row for name in beginnings for row in read(output / f"{name.partition('/')[0]}.csv")]
+    found = [row for row in found if row["run"].startswith(beginnings)]
     lines = []
-    for beginning in beginnings:
-        found = read(output / f"{beginning.partition('/')[0]}.csv")
-        found = [row for row in found if row["run"].startswith(beginning)]
-        for kind in dict.fromkeys(row["run"].rpartition("_")[0] for row in found):
-            rows = [row for row in found if row["run"].rpartition("_")[0] == kind]
-            first, late = [], []
-            for row in rows:
-                points = curve(output, row["run"])
-                steps = [step for step, _, success in points if success >= 0.9]
-                first.append(f"{steps[0] / 1000:.0f}k" if steps else "never")
-                late.append(f"{mean(success for _, _, success in points[len(points) // 2 :]):.2f}")
-            columns = "success_rate", "clip_return", "ground_truth_return"
-            cells = [*([row[column] for row in rows] for column in columns), first, late]
-            lines.append([*KINDS[kind], len(rows), *(", ".join(cell) for cell in cells), commits(rows)])
+    for kind, group in groupby(found, kind_of):
+        rows = list(group)
+        for row in rows:
+            points = curve(output, row["run"])
+            success = points["success_rate"]
+            steps = [f"{step / 1000:.0f}k" for step in points["step"][success >= 0.9]]
+            row["first"] = [*steps, "never"][0]
+            row["late"] = f"{success[len(success) // 2 :].mean():.2f}"
+        columns = "success_rate", "clip_return", "ground_truth_return", "first", "late"
+        cells = [", ".join(row[column] for row in rows) for column in columns]
+        what = KINDS[kind]
+        lines.append([what["called"], what["paper"], len(rows), *cells, commits(rows)])
     head = "what | paper | seeds | success rate | CLIP return | ground-truth return"
     head += " | steps to 90 % success | success in the second half of training | commit"
     return markdown(head, lines)
@@ -193,8 +196,9 @@ def judged_table(*names: str, output: Path) -> str:
     lines = []
     for name in names:
         found = read(output.parent / "reward_check" / f"reward_models_{name}.csv")
-        for model in dict.fromkeys(row["model"] for row in found):
-            rows = [row for row in found if row["model"] == model and row["alpha"] != "contrastive"]
+        found = [row for row in found if row["alpha"] != "contrastive"]
+        for model, group in groupby(found, itemgetter("model")):
+            rows = list(group)
             zero = next(row for row in rows if row["alpha"] == "0")
             best = min(rows, key=lambda row: float(row["epic_balanced"]))
             size = f"{int(zero['image_parameters']) / 1e6:.1f} M"
@@ -210,21 +214,16 @@ def judged_table(*names: str, output: Path) -> str:
 def printed_table(*names: str, output: Path) -> str:
     """What the programs printed, without the columns about how."""
     rows = [row for name in names for row in read(output / f"{name}.csv")]
-    if len(names) > 1 and "CLIP model" not in (rows or [{}])[0]:
+    if len(names) > 1 and "CLIP model" not in rows[0]:
         rows = [{"CLIP model": row["what"].partition(" in ")[0]} | row for row in rows]
-    how = ("what", "command", "machine", "commit", "tiny")
-    columns = [column for column in (rows or [{}])[0] if column not in how] + ["commit"]
+    columns = [column for column in rows[0] if column not in ("what", "command", "machine", "commit", "tiny")]
+    columns.append("commit")
     return markdown(" | ".join(columns), [[row[column] for column in columns] for row in rows])
 
 
-TABLES = {
-    "cartpole": partial(runs_table, "cartpole/"),
-    "mountaincar": partial(runs_table, "mountaincar/"),
-    "table1": partial(runs_table, "table1/"),
+TABLES = {name: partial(runs_table, f"{name}/") for name in CLAIMS} | {
     "figure3": partial(runs_table, "figure3/", "table1/kneeling"),
     "prompts": partial(runs_table, "table1/kneeling", "prompts/"),
-    "paper": partial(runs_table, "paper/"),
-    "contrastive": partial(runs_table, "contrastive/"),
     "agreement": partial(judged_table, *TASKS),
     "throughput": partial(printed_table, "throughput", "throughput_vit_bf16", "throughput_vit_fp32"),
     "growth": partial(printed_table, "growth"),
@@ -239,7 +238,8 @@ def fill_in(readme: str, output: Path = HERE) -> str:
     return pattern.sub(lambda found: f"{found[1]}{TABLES[found[2]](output=output)}\n{found[3]}", readme)
 
 
-def readme(path: Path = HERE / "README.md") -> None:
+def readme() -> None:
+    path = HERE / "README.md"
     path.write_text(fill_in(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -248,63 +248,69 @@ def readme(path: Path = HERE / "README.md") -> None:
 
 def figure(name: str, output: Path) -> None:
     """NAME.png from the CSV files and frames."""
-    import matplotlib.pyplot as plt
-
     plt.rcParams["text.parse_math"] = False  # prompts may hold dollar signs
-    {"table1": plot_table1, "hacking": plot_hacking}.get(name, plot_curves)(plt, name, output)
+    plots = {"table1": plot_table1, "hacking": plot_hacking}
+    plots.get(name, partial(plot_curves, name))(output)
     plt.savefig(output / f"{name}.png", dpi=100)
 
 
-def plot_curves(plt, claim: str, output: Path) -> None:
+def show_frames(axis: plt.Axes, output: Path, run: str, title: str) -> None:
+    axis.imshow(plt.imread(output / "frames" / f"{run}.jpg"))
+    axis.set_title(title, fontsize="small")
+    axis.axis("off")
+
+
+def plot_curves(claim: str, output: Path) -> None:
     """CLIP return and success of the runs CLAIM/default_*, mean and range, above frames of seed 1."""
     rows = [row for row in read(output / f"{claim}.csv") if "/default_" in row["run"]]
-    curves = [curve(output, row["run"]) for row in rows]  # of each seed: steps, returns, successes
+    curves = [curve(output, row["run"]) for row in rows]
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
-    axes = figure.subplot_mosaic([["return", "success"], ["frames"] * 2], height_ratios=[3, 1])
-    steps = [step / 1000 for step, *_ in curves[0]]
-    for k, name in ((1, "return"), (2, "success")):
-        rounds = [[point[k] for point in points] for points in zip(*curves)]
-        low, high = list(map(min, rounds)), list(map(max, rounds))
-        axes[name].fill_between(steps, low, high, alpha=0.25, label="range")
-        axes[name].plot(steps, list(map(mean, rounds)), label=f"mean of {len(rows)} seeds")
-        axes[name].set_xlabel("environment steps, thousands")
-        axes[name].grid(alpha=0.3)
-        axes[name].legend(fontsize="small", loc="lower right")
-    axes["return"].set(title="what the agent learns from", ylabel="CLIP return: sum of an episode's rewards")
-    axes["success"].set(title="never shown to it", ylabel="success rate of a round (1: every episode)")
-    axes["frames"].imshow(plt.imread(output / "frames" / f"{rows[0]['run']}.jpg"))
+    panels = [["clip_return", "success_rate"], ["frames", "frames"]]
+    axes = figure.subplot_mosaic(panels, height_ratios=[3, 1])
+    steps = curves[0]["step"] / 1000
+    for column in ("clip_return", "success_rate"):
+        axis = axes[column]
+        values = np.stack([points[column] for points in curves])  # (seeds, rounds)
+        axis.fill_between(steps, values.min(0), values.max(0), alpha=0.25, label="range")
+        axis.plot(steps, values.mean(0), label=f"mean of {len(rows)} seeds")
+        axis.set_xlabel("environment steps, thousands")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small", loc="lower right")
+    axes["clip_return"].set_title("what the agent learns from")
+    axes["clip_return"].set_ylabel("CLIP return: sum of an episode's rewards")
+    axes["success_rate"].set(title="never shown to it", ylabel="success rate of a round (1: every episode)")
     title = "an episode after training, seed 1, from its first to its last step"
-    axes["frames"].set_title(title, fontsize="small")
-    axes["frames"].axis("off")
+    show_frames(axes["frames"], output, rows[0]["run"], title)
     figure.suptitle(f"“{rows[0]['prompt']}”", fontsize="medium")
 
 
-def plot_table1(plt, name: str, output: Path) -> None:
+def plot_table1(output: Path) -> None:
     """For each task an episode of the seed with the highest success."""
-    rows = sorted(read(output / "table1.csv"), key=lambda row: -float(row["success_rate"]))
-    tasks = [[row for row in rows if row["run"].startswith(f"table1/{task}_")] for task in TASKS]
-    _, axes = plt.subplots(len(tasks), 1, figsize=(11, 1.95 * len(tasks)), layout="constrained")
-    for axis, (row, *others) in zip(axes, tasks):
-        axis.imshow(plt.imread(output / "frames" / f"{row['run']}.jpg"))
-        seed = f"seed {row['seed']}" + (f", the best of {1 + len(others)}" if others else "")
-        asks = f"success asks for: {CONDITIONS[row['run'].rpartition('_')[0]]}"
-        holds = f"so it is in {float(row['ground_truth_return']):.0f} of 100 steps"
-        title = f"“{row['prompt']}” ({seed}: success {row['success_rate']})"
-        axis.set_title(f"{title}\n{asks}; {holds}", fontsize="small")
-        axis.axis("off")
+    rows = read(output / "table1.csv")
+    _, axes = plt.subplots(len(TASKS), 1, figsize=(11, 1.95 * len(TASKS)), layout="constrained")
+    for axis, task in zip(axes, TASKS):
+        seeds = [row for row in rows if kind_of(row) == f"table1/{task}"]
+        best = max(seeds, key=lambda row: float(row["success_rate"]))
+        seed = f"seed {best['seed']}"
+        if len(seeds) > 1:
+            seed += f", the best of {len(seeds)}"
+        title = f"“{best['prompt']}” ({seed}: success {best['success_rate']})"
+        title += f"\nsuccess asks for: {KINDS[kind_of(best)]['condition']}"
+        title += f"; so it is in {float(best['ground_truth_return']):.0f} of 100 steps"
+        show_frames(axis, output, best["run"], title)
 
 
-def plot_hacking(plt, name: str, output: Path) -> None:
+def plot_hacking(output: Path) -> None:
     """CLIP return and success over training, a panel for each task of the humanoid, all its seeds in it."""
     figure, axes = plt.subplots(2, 4, figsize=(13, 5), layout="constrained")
+    rows = read(output / "table1.csv")
     for axis, task in zip(axes.flat, TASKS):
         twin = axis.twinx()
-        for row in read(output / "table1.csv"):
-            if row["run"].startswith(f"table1/{task}_"):
-                steps, returns, successes = zip(*curve(output, row["run"]))
-                steps = [step / 1000 for step in steps]
-                axis.plot(steps, returns, "tab:blue", linewidth=0.8)
-                twin.plot(steps, successes, "tab:orange", linewidth=0.8)
+        for row in rows:
+            if kind_of(row) == f"table1/{task}":
+                points = curve(output, row["run"])
+                axis.plot(points["step"] / 1000, points["clip_return"], "tab:blue", linewidth=0.8)
+                twin.plot(points["step"] / 1000, points["success_rate"], "tab:orange", linewidth=0.8)
         twin.set_ylim(-0.05, 1.05)
         axis.set_title(task.replace("-", " "), fontsize="small")
         axis.tick_params(axis="y", labelcolor="tab:blue")
@@ -315,6 +321,5 @@ def plot_hacking(plt, name: str, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    from tyro.extras import subcommand_cli_from_dict
-
-    subcommand_cli_from_dict({f.__name__: f for f in (about, store, printed, judged, figure, readme)})
+    commands = about, store, printed, judged, figure, readme
+    tyro.extras.subcommand_cli_from_dict({command.__name__: command for command in commands})

@@ -163,7 +163,7 @@ def test_what_is_no_plan_is_asked_again(what):
 
 def test_strange_responses_are_a_line_or_an_answer_and_no_file_but_ours_is_written(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("{}")
-    response = SimpleNamespace(usage=SimpleNamespace(total_tokens="many"), choices={"0": "an object"})
+    response = SimpleNamespace(usage=None, choices={"0": "an object"})
     completions = SimpleNamespace(create=lambda **_: response)
     client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
     monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: client))

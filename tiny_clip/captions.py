@@ -87,12 +87,12 @@ class Captions:
 
         def choose(chances: tuple[float, ...]) -> int:
             weights = [len(group) if self.by_line else len(group) > 0 for group in groups]
-            chances = np.cumsum(np.multiply(chances, weights))
-            k = int(np.searchsorted(chances, rng.random() * chances[-1], side="right"))
+            weights = np.multiply(chances, weights)
+            k = rng.choice(len(groups), p=weights / weights.sum())
             if k > 0:
                 return int(rng.choice(groups[k]))
-            rarity = np.cumsum(self.rarity[groups[0]])  # the rarer a posture, the more it is worth telling
-            return int(groups[0][np.searchsorted(rarity, rng.random() * rarity[-1], side="right")])
+            rarity = self.rarity[groups[0]]  # the rarer a posture, the more it is worth telling
+            return int(rng.choice(groups[0], p=rarity / rarity.sum()))
 
         while True:
             if rng.random() < 0.1:

@@ -136,11 +136,8 @@ def play(turns: np.ndarray, angles: np.ndarray, robots: list, rng: np.random.Gen
         data.qpos[3:] = [*turns[i], *angles[i]]
         data.qvel[:] = 0
         mujoco.mj_kinematics(model, data)
-        below = (
-            data.geom_xpos[1:, 2]
-            - model.geom_size[1:, 0]
-            - abs(data.geom_xmat[1:, 8]) * model.geom_size[1:, 1]
-        )
+        below = data.geom_xpos[1:, 2] - model.geom_size[1:, 0]
+        below -= abs(data.geom_xmat[1:, 8]) * model.geom_size[1:, 1]
         data.qpos[2] -= below.min() - rng.choice([0.005, rng.uniform(0, 0.3)], p=[0.8, 0.2])
         mujoco.mj_forward(model, data)
     hold = rng.choice([0, 0.3, 1], size=(n, 1), p=[0.15, 0.25, 0.6])
@@ -168,12 +165,12 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
     num_envs = min(256, n)
     robots = [env.unwrapped for env in humanoid.Humanoids(num_envs, humanoid.Args()).envs]
     states = []
-    showing = None
+    showing = []
     for _ in trange(math.ceil(n / num_envs / len(SNAPSHOTS)), desc="simulate the humanoid", leave=False):
         if len(states) * num_envs < n // 2:
             turns, angles = poses(num_envs, rng)
         else:
-            if showing is None:
+            if not showing:
                 first = torch.cat(states)
                 scene = humanoid.Scene(8, 8, "original", "fixed", 1, 1024, torch.device("cpu"))
                 known = humanoid_knowledge(scene.render(first)[1], "original", "fixed", rng)
