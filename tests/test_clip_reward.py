@@ -345,17 +345,13 @@ SHORT = "--num-envs 2 --episode-length 5 --total-timesteps 30 --learning-starts 
 def test_real_weights_are_fetched_trained_with_and_found_again_without_the_hub(name, serve, tmp_path):
     """What every user with real weights does first, with random ones."""
     save_model(tmp_path / "served", VIT)
-    (tmp_path / "served" / "model").write_text(
-        json.dumps({"id": "org/model", "siblings": [], "sha": "0" * 40})
-    )
+    about = {"id": "org/model", "siblings": [], "sha": "0" * 40}
+    (tmp_path / "served" / "model").write_text(json.dumps(about))
     (tmp_path / "test-clip.json").write_text(json.dumps(VIT))
     env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     options = f"{SHORT} --episodes 1 --device cpu --clip-model {name} --run-dir".split()
-    results = []
-    for run_dir, endpoint in (
-        ("first", serve(partial(Hub, directory=tmp_path))),
-        ("second", "http://127.0.0.1:9"),
-    ):
+    results, there = [], serve(partial(Hub, directory=tmp_path))
+    for run_dir, endpoint in (("first", there), ("second", "http://127.0.0.1:9")):
         env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
         command = [sys.executable, "-c", TRAIN, *options, run_dir]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)

@@ -27,12 +27,18 @@ from clip_reward import CLIPReward, UsageError
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 SCRIPTS = {module.SCRIPT: module for module in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
-HUMANOID = sac_clip_humanoid.Scene(64, 64, "realistic", "fixed", 1, 256, CPU)
+
+
+def render_humanoid(states: torch.Tensor) -> torch.Tensor:
+    scene = sac_clip_humanoid.Scene(64, 64, "realistic", "fixed", 1, 256, CPU)
+    return scene.render(states[:, :24])[0]
+
+
 RENDER = {
     "dqn_clip_cartpole": lambda states: dqn_clip_cartpole.render(states, 64, 64),
     "sac_clip_mountaincar": sac_clip_mountaincar.Scene(64, 64, "realistic", CPU).render,
-    "sac_clip_humanoid": lambda s: HUMANOID.render(s[:, :24])[0],
-}  # fmt: skip
+    "sac_clip_humanoid": render_humanoid,
+}
 ENVS = {
     "dqn_clip_cartpole": lambda n, args: dqn_clip_cartpole.CartPole(n),
     "sac_clip_mountaincar": lambda n, args: sac_clip_mountaincar.MountainCar(n),
@@ -231,10 +237,9 @@ def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(
 @pytest.mark.slow("mountaincar")
 @pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar"])
 def test_ground_truth_reward_is_what_the_flag_trains_on(script, train, tmp_path):
-    options = (
-        "--total-timesteps 6400 --num-envs 16 --episode-length 200 --gradient-steps 1 --reward ground-truth"
-    )
-    run_dir = train(script, *SHORT, *options.split(), "--run-dir", tmp_path / "run")
+    options = "--total-timesteps 6400 --num-envs 16 --episode-length 200 --gradient-steps 1".split()
+    options += ["--reward", "ground-truth", "--run-dir", tmp_path / "run"]
+    run_dir = train(script, *SHORT, *options)
     states, rewards = rewards_of(run_dir)
     assert torch.equal(rewards, SCRIPTS[script].ground_truth_reward(states)) and rewards.sum() > 0
 
@@ -330,7 +335,7 @@ def test_the_rounds_are_what_was_played_and_clips_rewards_of_the_states_after_th
     assert (before - rewards.flatten()).abs().max() > 1e-3
 
 
-# What kills the process, in the middle of the n-th call. A save writes half of its file before.
+# What kills or interrupts the process, in the middle of the n-th call. A save writes half of its file before.
 KILLER = """
 import imageio.v3, os, signal, torch
 owner, name, left = {}, "{}", [None] * {}
@@ -341,57 +346,39 @@ def deadly(*args, **kwargs):
         if name == "save":
             own(*args)
             os.truncate(args[1], os.path.getsize(args[1]) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.{})
     return own(*args, **kwargs)
 setattr(owner, name, deadly)
 """
 MOMENTS = [
-    ("torch", "save", 2),  # the first round's file
-    ("torch", "save", 5),  # a checkpoint, after its round's file and best.pt
-    ("os", "replace", 7),
-    ("os", "replace", 10),
-    ("imageio.v3", "imwrite", 2),  # the video
+    ("torch", "save", 2, "SIGKILL"),  # the first round's file
+    ("torch", "save", 5, "SIGKILL"),  # a checkpoint, after its round's file and best.pt
+    ("torch.optim.Adam", "step", 5, "SIGINT"),  # Ctrl-C, in the first round that learns
+    ("os", "replace", 7, "SIGKILL"),
+    ("os", "replace", 10, "SIGKILL"),
+    ("imageio.v3", "imwrite", 2, "SIGKILL"),  # the video
 ]
 
 
-@slow_but_for_cartpole
-def test_killed_in_the_middle_of_each_file_and_resumed_is_the_unbroken_run(unbroken, tmp_path):
+def test_killed_or_interrupted_in_the_middle_and_resumed_is_the_unbroken_run(unbroken, tmp_path, request):
+    """Two scripts without --slow by Ctrl-C alone, which says how to go on."""
     script, whole = unbroken
     words, steps = [*SHORT, "--run-dir", "run"], []
-    for moment in MOMENTS:
+    all_moments = script == "dqn_clip_cartpole" or request.config.getoption("--slow")
+    for moment in MOMENTS if all_moments else MOMENTS[2:3]:
         process = start(script, *words, folder=tmp_path, before=KILLER.format(*moment))
         _, err = process.communicate(timeout=300)
-        assert process.returncode == -signal.SIGKILL, err
+        if "SIGINT" in moment:
+            assert process.returncode == 130 and "Traceback" not in err and "--resume" in err
+        else:
+            assert process.returncode == -signal.SIGKILL, err
         steps.append(load(tmp_path / "run" / "checkpoint.pt")["step"])
         words = ["--resume", "run"]
-    assert steps == sorted(steps) and steps[0] == 0 and 0 < steps[2] < steps[3] < 1440 == steps[4]
+    assert steps == sorted(set(steps)) and 360 in steps
+    assert (steps[0], steps[-1]) == ((0, 1440) if all_moments else (360, 360))
     run(script, *words, folder=tmp_path)
     same_run(whole, tmp_path / "run")
     assert curve(tmp_path / "run", "result/clip_return") == curve(whole, "result/clip_return")  # once
-
-
-def test_killed_or_interrupted_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path, request):
-    """Ctrl-C, which says how to go on, and with --slow three times kill -9, wherever the run is."""
-    script, whole = unbroken
-    checkpoint, words, steps = tmp_path / "run" / "checkpoint.pt", [*SHORT, "--run-dir", "run"], []
-    numbers = [signal.SIGINT] + [signal.SIGKILL] * (3 if request.config.getoption("--slow") else 0)
-    for life, number in enumerate(numbers):
-        process = start(script, *words, folder=tmp_path)
-        before = steps[-1] if steps else 0
-        while not checkpoint.exists() or load(checkpoint)["step"] <= before + 120:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.005)
-        time.sleep(0.03 * life)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-        if number == signal.SIGINT:
-            assert process.returncode == 130 and "Traceback" not in err and "--resume" in err
-        steps.append(load(checkpoint)["step"])
-        words = ["--resume", "run"]
-    assert steps == sorted(set(steps)) and steps[-1] < 1440
-    run(script, *words, folder=tmp_path)
-    same_run(whole, tmp_path / "run")
-    assert len(curve(tmp_path / "run")) == 12  # nothing twice, nothing missing
 
 
 @pytest.mark.slow
@@ -501,14 +488,11 @@ def test_likely_mistakes_are_one_line_and_leave_nothing(
 
 @pytest.mark.slow
 @each_script
-def test_an_error_is_a_line_and_exit_code_2_and_so_is_a_hub_out_of_reach(script, tmp_path):
-    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
-    for model in ("ViT-bigG-14/laion2b_s39b_b160k", "ViT-B-23/openai", "hf-hub:org/name"):
-        process = start(script, "--clip-model", model, "--device", "cpu", folder=tmp_path, **env)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 2 and err.startswith(f"{script}.py: error: "), err
-        assert err.count("\n") == 1 and model.partition("/")[0] in err
-        assert not (tmp_path / "runs").exists()
+def test_an_error_is_a_line_and_exit_code_2(script, tmp_path):
+    process = start(script, "--clip-model", "ViT-B-23/openai", "--device", "cpu", folder=tmp_path)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and err.startswith(f"{script}.py: error: "), err
+    assert err.count("\n") == 1 and "ViT-B-23" in err and not list(tmp_path.iterdir())
 
 
 def test_a_strangers_files_run_nothing(copied, code, call, monkeypatch):
