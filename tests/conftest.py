@@ -2,6 +2,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,43 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if is_slow(item)]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not is_slow(item)]
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Runs a script or tool in this process: module, command line -> what its `main` returns."""
+
+    def call(module, *words):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, words)])
+        return module.main()
+
+    return call
+
+
+@pytest.fixture
+def serve():
+    """Starts a server on the loopback: handler -> its address."""
+    servers = []
+
+    def serve(handler) -> str:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+
+
+@pytest.fixture
+def code():
+    """What makes a folder `ran` where it is unpickled."""
+
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, ("ran",)
+
+    return Code()
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
-"""The reward module against its closed form, its limits, and open_clip's own transform, tokenizers and loader."""
+"""The reward module against its definitions, its limits, and open_clip's transform, tokenizers and loader."""
 
 import json
 import os
 import pickle
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -22,32 +23,24 @@ from clip_reward import CLIPReward, UsageError
 GOAL, BASELINE = "pole vertically upright on top of the cart", "pole and cart"
 TEXT_CFG = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
 VISION_CFG = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+VIT = {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}
 
 
-def save_model(folder: Path, model_cfg: dict, **preprocess) -> str:
+def save_model(folder: Path, model_cfg: dict, kind: type = open_clip.CLIP, **preprocess) -> str:
     """A model with random weights, saved as open_clip saves it -> its name for CLIPReward."""
     torch.manual_seed(0)
-    custom_text = model_cfg.get("custom_text", False)
-    cfg = {k: v for k, v in model_cfg.items() if k != "custom_text"}
-    model = (open_clip.CustomTextCLIP if custom_text else open_clip.CLIP)(**cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), folder / "open_clip_pytorch_model.bin")
-    preprocess = {
-        "mean": [0.48, 0.46, 0.41],
-        "std": [0.27, 0.26, 0.28],
-        "interpolation": "bicubic",
-    } | preprocess
-    (folder / "open_clip_config.json").write_text(
-        json.dumps({"model_cfg": model_cfg, "preprocess_cfg": preprocess})
-    )
+    torch.save(kind(**model_cfg).state_dict(), folder / "open_clip_pytorch_model.bin")
+    model_cfg = model_cfg | {"custom_text": kind is open_clip.CustomTextCLIP}
+    pixels = {"mean": [0.48, 0.46, 0.41], "std": [0.27, 0.26, 0.28], "interpolation": "bicubic"}
+    config = {"model_cfg": model_cfg, "preprocess_cfg": pixels | preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
     return f"local-dir:{folder}"
 
 
 @pytest.fixture(scope="module")
 def random_vit(tmp_path_factory) -> str:
-    return save_model(
-        tmp_path_factory.mktemp("vit"), {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}
-    )
+    return save_model(tmp_path_factory.mktemp("vit"), VIT)
 
 
 def frames_like(n: int, height: int, width: int) -> torch.Tensor:
@@ -60,15 +53,21 @@ def frames_like(n: int, height: int, width: int) -> torch.Tensor:
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()
 
 
+def embed(reward: CLIPReward, *texts: str) -> torch.Tensor:
+    """-> their unit embeddings, one by one (N, D)."""
+    tokens = open_clip.SimpleTokenizer(context_length=16)(texts)
+    return F.normalize(reward.model.encode_text(tokens), dim=-1).double()
+
+
+@pytest.mark.parametrize(
+    "goals, baselines", [([GOAL], [BASELINE]), (["a pole", GOAL, "up"], ["a cart", BASELINE])]
+)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 1.0])
-def test_reward_is_definition_1(random_vit, alpha):
-    reward = CLIPReward(random_vit, GOAL, BASELINE, alpha)
-    tokens = open_clip.SimpleTokenizer(context_length=16)([GOAL, BASELINE])
-    g, b = F.normalize(reward.model.encode_text(tokens), dim=-1).double()
-    s = F.normalize(
-        torch.randn(50, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), dim=-1
-    )
-    # Definition 1 word for word: project s onto the line through b and g, mix, measure the distance to g.
+def test_reward_is_definition_1(random_vit, alpha, goals, baselines):
+    """Word for word: project s onto the line through b and g, mix, measure the distance to g."""
+    reward = CLIPReward(random_vit, goals, baselines, alpha)
+    g, b = (embed(reward, *texts).mean(0) for texts in (goals, baselines))
+    s = F.normalize(torch.randn(50, 24, generator=torch.Generator().manual_seed(1)).double(), dim=-1)
     direction = g - b
     share = ((s - b) @ direction / (direction @ direction))[:, None]
     projected = b + share * direction
@@ -76,72 +75,24 @@ def test_reward_is_definition_1(random_vit, alpha):
     torch.testing.assert_close(reward.reward(s.float()).double(), expected, atol=1e-6, rtol=0)
 
 
-def test_alpha_0_is_the_cosine(random_vit):
-    reward = CLIPReward(random_vit, GOAL, BASELINE, 0.0)
-    s = reward.embed(frames_like(8, 32, 32))
-    torch.testing.assert_close(reward.reward(s), F.cosine_similarity(s, reward.goal[None]), atol=1e-6, rtol=0)
-    assert s.norm(dim=-1).sub(1).abs().max() < 1e-6 and reward.goal.norm().sub(1).abs() < 1e-6
-
-
-def test_alpha_1_depends_on_the_component_along_the_line_alone(random_vit):
-    reward = CLIPReward(random_vit, GOAL, BASELINE, 1.0)
-    s = reward.embed(frames_like(8, 32, 32))
-    across = torch.randn_like(s)
-    direction = F.normalize(reward.goal - reward.baseline, dim=0)
-    across -= (across @ direction)[:, None] * direction
-    torch.testing.assert_close(reward.reward(s + across), reward.reward(s), atol=1e-5, rtol=0)
-    assert (reward.reward(s + 0.5 * direction) - reward.reward(s)).abs().min() > 0.01
-
-
-def test_several_prompts_are_the_mean_of_unit_embeddings(random_vit):
-    texts = ["a pole", "an upright pole on a cart", "balance"]
-    reward = CLIPReward(random_vit, texts, [BASELINE, "a cart"], 0.5)
-    single = [CLIPReward(random_vit, text).goal for text in texts]
-    torch.testing.assert_close(reward.goal, torch.stack(single).mean(0))
-    cosines = torch.stack([CLIPReward(random_vit, text)(frames_like(5, 32, 32)) for text in texts]).mean(0)
-    offset = CLIPReward(random_vit, texts)(frames_like(5, 32, 32)) - cosines  # a constant, as documented
-    assert offset.std() < 1e-6
-
-
-@pytest.mark.parametrize("temperature", [None, 0.05, 1.0])
+@pytest.mark.parametrize("temperature", [None, 1e-7, 0.05, 1.0, 1e6])
 def test_contrastive_reward_is_the_softmax_probability_of_the_goal(random_vit, temperature):
+    """Several goals are averaged, negatives are not. If it is very cold, the nearest text takes it all."""
     goals, negatives = [GOAL, "a balanced pole"], ["a fallen pole", "a cart", "nothing"]
-    reward = CLIPReward(random_vit, goals, negative_prompts=negatives, temperature=temperature)
-    tokens = open_clip.SimpleTokenizer(context_length=16)(goals + negatives)
-    texts = F.normalize(reward.model.encode_text(tokens), dim=-1).double()
-    texts = torch.cat(
-        [texts[:2].mean(0, keepdim=True), texts[2:]]
-    )  # several goals are averaged, negatives are not
+    contrast = {"negative_prompts": negatives, "temperature": temperature}
+    reward = CLIPReward(random_vit, goals, **contrast)
+    texts = torch.cat([embed(reward, *goals).mean(0, keepdim=True), embed(reward, *negatives)])
     s = reward.embed(frames_like(20, 32, 32)).double()
-    e = (s @ texts.T / (temperature or 1 / reward.model.logit_scale.exp().item())).exp()
+    logits = s @ texts.T / (temperature or 1 / reward.model.logit_scale.exp().item())
+    e = (logits - logits.amax(1, keepdim=True)).exp()
     expected = e[:, 0] / e.sum(1)
     torch.testing.assert_close(reward.reward(s.float()).double(), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(reward(frames_like(20, 32, 32)).double(), expected, atol=1e-5, rtol=0)
-    beta = expected.median().item() + 1e-4
-    binary = CLIPReward(
-        random_vit, goals, negative_prompts=negatives, temperature=temperature, threshold=beta
-    )
-    assert (
-        torch.equal(binary.reward(s.float()), (expected > beta).float())
-        and 0 < binary.reward(s.float()).mean() < 1
-    )
-
-
-def test_contrastive_reward_at_its_limits(random_vit):
-    s = CLIPReward(random_vit, GOAL).embed(frames_like(8, 32, 32))
-    same = CLIPReward(random_vit, GOAL, negative_prompts=[GOAL] * 3)
-    torch.testing.assert_close(
-        same.reward(s), torch.full((8,), 0.25), atol=1e-6, rtol=0
-    )  # it cannot tell the four apart
-    cold = CLIPReward(
-        random_vit, GOAL, negative_prompts="a cart", temperature=1e-7
-    )  # the nearest text takes it all
-    nearer = (s @ cold.goal > s @ cold.negatives[0]).float()
-    torch.testing.assert_close(cold.reward(s), nearer, atol=1e-3, rtol=0)
-    hot = CLIPReward(random_vit, GOAL, negative_prompts="a cart", temperature=1e6)
-    torch.testing.assert_close(hot.reward(s), torch.full((8,), 0.5), atol=1e-5, rtol=0)
-    reward = CLIPReward(random_vit, GOAL, negative_prompts="a cart", threshold=0.0)
-    assert torch.equal(reward.reward(s), torch.ones(8))
+    if temperature == 1.0:
+        for beta in (0.0, expected.median().item() + 1e-4):
+            binary = CLIPReward(random_vit, goals, **contrast, threshold=beta).reward(s.float())
+            assert torch.equal(binary, (expected > beta).float()) and (binary.mean() < 1) == (beta > 0)
+            assert binary.any()
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 17])
@@ -153,13 +104,14 @@ def test_any_number_of_frames_in_chunks(random_vit, n):
     torch.testing.assert_close(rewards, whole(frames), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("model_cfg, interpolation, shape", [
-    ({"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}, "bicubic", (400, 600)),
-    ({"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}, "bilinear", (20, 30)),
-    ({"embed_dim": 24, "vision_cfg": VISION_CFG | {"image_size": [32, 48]}, "text_cfg": TEXT_CFG}, "bicubic", (90, 80)),
-    ({"embed_dim": 24, "vision_cfg": VISION_CFG | {"layers": [1, 1, 1, 1], "width": 8}, "text_cfg": TEXT_CFG}, "bicubic", (64, 64)),
+@pytest.mark.parametrize("vision_cfg, interpolation, shape", [
+    ({}, "bicubic", (400, 600)),
+    ({}, "bilinear", (20, 30)),
+    ({"image_size": [32, 48]}, "bicubic", (90, 80)),
+    ({"layers": [1, 1, 1, 1], "width": 8}, "bicubic", (64, 64)),  # a ResNet
 ])  # fmt: skip
-def test_preprocessing_is_open_clips_with_squash(tmp_path, model_cfg, interpolation, shape):
+def test_preprocessing_is_open_clips_with_squash(tmp_path, vision_cfg, interpolation, shape):
+    model_cfg = VIT | {"vision_cfg": VISION_CFG | vision_cfg}
     name = save_model(tmp_path, model_cfg, interpolation=interpolation)
     reward = CLIPReward(name, GOAL)
     model, transform = open_clip.create_model_from_pretrained(name, image_resize_mode="squash")
@@ -177,46 +129,29 @@ def test_low_precision_encoder_float32_reward(random_vit):
     frames = frames_like(30, 32, 32)
     rewards = reward(frames)
     assert rewards.dtype == reward.goal.dtype == torch.float32
-    assert (reward.embed(frames).norm(dim=-1) - 1).abs().max() < 1e-6
-    assert (rewards - CLIPReward(random_vit, GOAL, BASELINE, 0.5)(frames)).abs().max() < 0.03
+    whole = CLIPReward(random_vit, GOAL, BASELINE, 0.5)
+    for model in (reward, whole):
+        assert (model.embed(frames).norm(dim=-1) - 1).abs().max() < 1e-6
+    assert (rewards - whole(frames)).abs().max() < 0.03
 
 
 def test_siglip_model_with_its_own_tokenizer(tmp_path):
-    """SigLIP's shape of a model: its own tokenizer, a text tower without a class token, a bias, another mean and size."""
+    """SigLIP's shape of a model: a tokenizer, text tower without class token, bias and mean of its own."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     words = "pole vertically upright on top of the cart and a".split()
-    vocab = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {word: i + 3 for i, word in enumerate(words)}
+    vocab = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="</s>", eos_token="</s>", unk_token="<unk>"
-    )
-    fast.save_pretrained(tmp_path)
-    text_cfg = {
-        "context_length": 10,
-        "vocab_size": 32,
-        "width": 32,
-        "heads": 2,
-        "layers": 1,
-        "hf_tokenizer_name": "own",
-    }
-    text_cfg |= {
-        "no_causal_mask": True,
-        "proj_bias": True,
-        "pool_type": "last",
-        "tokenizer_kwargs": {"clean": "canonicalize"},
-    }
-    cfg = {
-        "embed_dim": 24,
-        "init_logit_bias": -10,
-        "custom_text": True,
-        "vision_cfg": VISION_CFG,
-        "text_cfg": text_cfg,
-    }
-    name = save_model(tmp_path, cfg, mean=[0.5] * 3, std=[0.5] * 3, resize_mode="squash")
+    end = {"single": "$A </s>", "special_tokens": [("</s>", 1)]}
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**end)
+    tokens = {"pad_token": "</s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens).save_pretrained(tmp_path)
+    text_cfg = TEXT_CFG | {"context_length": 10, "vocab_size": 32, "pool_type": "last", "proj_bias": True}
+    text_cfg |= {"no_causal_mask": True, "hf_tokenizer_name": "own"}
+    text_cfg |= {"tokenizer_kwargs": {"clean": "canonicalize"}}
+    cfg = VIT | {"text_cfg": text_cfg, "init_logit_bias": -10}
+    pixels = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
+    name = save_model(tmp_path, cfg, open_clip.CustomTextCLIP, **pixels)
     reward = CLIPReward(name, GOAL, BASELINE, 0.5)
     assert reward.mean.flatten().tolist() == [127.5] * 3
     assert reward(frames_like(3, 64, 64)).isfinite().all()
@@ -244,13 +179,12 @@ def test_words_that_tiny_has_never_read_are_named(capsys):
 @pytest.fixture
 def small_clip(tmp_path, monkeypatch) -> Path:
     """The weights file of an architecture "test-clip", which open_clip knows for a while."""
-    cfg = {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}
-    (tmp_path / "test-clip.json").write_text(json.dumps(cfg))
+    (tmp_path / "test-clip.json").write_text(json.dumps(VIT))
     for name in ("_MODEL_CONFIGS", "_MODEL_CONFIG_PATHS"):
         known = getattr(open_clip.factory, name)
         monkeypatch.setattr(open_clip.factory, name, known.copy())
     open_clip.add_model_config(tmp_path / "test-clip.json")
-    save_model(tmp_path / "saved", cfg)
+    save_model(tmp_path / "saved", VIT)
     return tmp_path / "saved" / "open_clip_pytorch_model.bin"
 
 
@@ -271,95 +205,73 @@ def test_weights_from_a_file_and_by_tag(small_clip, tmp_path, monkeypatch, capsy
         assert any(activations) == expected
 
 
-@pytest.mark.parametrize("prefix, unknown", [("module.", False), ("_orig_mod.", True), ("model.", True)])
-def test_weights_that_do_not_fit_are_named_by_a_key(prefix, unknown, small_clip):
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model."])
+def test_weights_that_do_not_fit_are_named_by_a_key(prefix, small_clip):
     """DDP's prefix is known to open_clip; others, as users bring them, are shown."""
     weights = torch.load(small_clip, weights_only=True)
     torch.save({prefix + name: weight for name, weight in weights.items()}, small_clip)
-    if unknown:
-        with pytest.raises(
-            UsageError, match=f"cannot load .*key.*{prefix}|cannot load .*Missing key"
-        ) as error:
-            CLIPReward(f"test-clip/{small_clip}", GOAL)
-        assert str(error.value).isprintable()
-    else:
+    if prefix == "module.":
         CLIPReward(f"test-clip/{small_clip}", GOAL)
+        return
+    with pytest.raises(UsageError, match=f"cannot load .*key.*{prefix}|cannot load .*Missing key") as error:
+        CLIPReward(f"test-clip/{small_clip}", GOAL)
+    assert str(error.value).isprintable()
 
 
-class Code:
-    """What runs where it is unpickled."""
-
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-def test_a_strangers_model_runs_nothing(small_clip, tmp_path, monkeypatch):
+def test_a_strangers_model_runs_nothing(small_clip, code, tmp_path, monkeypatch):
     """Pickles, passed off as a TorchScript archive too, and tokenizers that bring code of their own."""
     monkeypatch.chdir(tmp_path)
-    config = json.loads((small_clip.parent / "open_clip_config.json").read_text())
-    import zipfile
-
-    torch.save({"visual.proj": Code()}, small_clip)
+    folder = small_clip.parent
+    torch.save({"visual.proj": code}, small_clip)
     with zipfile.ZipFile(small_clip, "a") as archive:
         archive.writestr("constants.pkl", b"")
-    for name in (f"test-clip/{small_clip}", f"local-dir:{small_clip.parent}"):
+        archive.writestr("x/constants.pkl", b"")
+    Path("evil.pt").write_bytes(pickle.dumps(code))
+    for name in (f"test-clip/{small_clip}", f"local-dir:{folder}", "test-clip/evil.pt"):
         with pytest.raises(UsageError, match="cannot load") as error:
             CLIPReward(name, GOAL)
         assert str(error.value).isprintable()
-    Path("evil.pt").write_bytes(pickle.dumps(Code()))
-    with pytest.raises(UsageError, match="cannot load"):
-        CLIPReward("test-clip/evil.pt", GOAL)
-    text_cfg = TEXT_CFG | {"hf_tokenizer_name": "own", "tokenizer_kwargs": {"trust_remote_code": True}}
-    config["model_cfg"]["text_cfg"] = text_cfg
-    (small_clip.parent / "open_clip_config.json").write_text(
-        json.dumps(config).replace('"trust_', '"\\u0074rust_')
-    )
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    own = {"hf_tokenizer_name": "own", "tokenizer_kwargs": {"trust_remote_code": True}}
+    config["model_cfg"]["text_cfg"] |= own
+    text = json.dumps(config).replace('"trust_', '"\\u0074rust_')
+    (folder / "open_clip_config.json").write_text(text)
     own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    (small_clip.parent / "tokenizer_config.json").write_text(json.dumps(own))
-    (small_clip.parent / "own.py").write_text("import os; os.mkdir('ran')\nclass Own: pass\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    (folder / "own.py").write_text("import os; os.mkdir('ran')\nclass Own: pass\n")
     with pytest.raises(UsageError, match="code of its own, which is not run"):
-        CLIPReward(f"local-dir:{small_clip.parent}", GOAL)
+        CLIPReward(f"local-dir:{folder}", GOAL)
     assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ({"clip_model": "ViT-B-23/openai"}, "unknown CLIP model 'ViT-B-23', did you mean ViT-B-32"),
     ({"clip_model": "ViT-B-32/openia"}, "'openia' is not a known tag or valid file path"),
     ({"clip_model": "ViT-B-32"}, "pretrained=''"),
     ({"clip_model": "tinny"}, "did you mean tiny"),
     ({"clip_model": str(Path(__file__).resolve().parent)}, "local-dir:FOLDER"),
-    ({"clip_model": "local-dir:/no/such/folder"}, "/no/such/folder/open_clip_config.json"),
     ({"alpha": -0.1}, "must lie in"),
     ({"alpha": 1.1}, "must lie in"),
     ({"alpha": float("nan")}, "must lie in"),
     ({"alpha": 0.5}, "needs a baseline prompt"),
-    ({"prompts": ""}, "prompt is empty"),
-    ({"prompts": []}, "prompt is empty"),
     ({"baseline_prompts": ["a cart", "  "]}, "prompt is empty"),
     ({"alpha": 0.5, "baseline_prompts": GOAL}, "no line"),
     ({"negative_prompts": ["a cart", ""]}, "prompt is empty"),
     ({"negative_prompts": "cart " * 40}, "too long for this model"),
-    ({"negative_prompts": "a cart", "temperature": 0.0}, "temperature must be above 0"),
     ({"negative_prompts": "a cart", "temperature": float("nan")}, "temperature must be above 0"),
     ({"negative_prompts": "a cart", "threshold": 1.5}, "the threshold in"),
     ({"temperature": 0.1}, "give a negative prompt"),
-    ({"threshold": 0.5}, "give a negative prompt"),
     ({"negative_prompts": "a cart", "threshold": float("nan")}, "the threshold in"),
 ])  # fmt: skip
 def test_bad_input(random_vit, arguments, expected):
+    """More of it in tests/test_scripts.py, as a user brings it."""
     with pytest.raises(UsageError) as error:
         CLIPReward(**{"clip_model": random_vit, "prompts": GOAL} | arguments)
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
 def test_broken_files_are_one_line(tmp_path, random_vit):
-    config = Path(random_vit.removeprefix("local-dir:")) / "open_clip_config.json"
-    for text, weights in (
-        ("{", None),
-        ("[]", None),
-        (config.read_text(), None),
-        (config.read_text(), b"not a checkpoint"),
-    ):
+    config = Path(random_vit.removeprefix("local-dir:"), "open_clip_config.json").read_text()
+    for text, weights in (("{", b""), ("[]", b""), (config, b""), (config, b"not a checkpoint")):
         (tmp_path / "open_clip_config.json").write_text(text)
         if weights:
             (tmp_path / "open_clip_pytorch_model.bin").write_bytes(weights)
@@ -390,7 +302,8 @@ def test_what_is_assumed_of_a_file_is_said(name, mean, interpolation, said, caps
 @pytest.mark.parametrize("name", ["ViT-B-32/openai", "hf-hub:org/name", "ViT-B-16-SigLIP/FILE"])
 def test_hub_out_of_reach_is_one_line(tmp_path, name):
     (tmp_path / "FILE").write_bytes(b"")
-    code = f"from clip_reward import *\ntry: CLIPReward({name!r}, 'a cart')\nexcept UsageError as error: print(error)"
+    code = f"from clip_reward import *\ntry: CLIPReward({name!r}, 'a cart')\n"
+    code += "except UsageError as error: print(error)"
     env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
@@ -400,38 +313,21 @@ def test_hub_out_of_reach_is_one_line(tmp_path, name):
     assert not list(tmp_path.rglob("*.incomplete")) and not list(tmp_path.rglob("open_clip*"))
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """A hub on the loopback that has a folder's files in one repository, org/model -> its address, the paths asked for."""
-    asked, folder = [], tmp_path / "served"
+class Hub(SimpleHTTPRequestHandler):
+    """A hub that has the files in ./served in one repository, org/model."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            path = folder / self.path.rpartition("/")[2]
-            found = path.is_file() and "/org/model/resolve/" in self.path
-            content = path.read_bytes() if found else b"{}"
-            if self.path.startswith("/api/models/org/model"):
-                content = json.dumps({"id": "org/model", "siblings": [], "sha": "0" * 40}).encode()
-            self.send_response(200 if found or "/api/" in self.path else 404)
-            self.send_header("ETag", f'"{len(content)}"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-            if not found and "/api/" not in self.path:
-                self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+    def translate_path(self, path: str) -> str:
+        there = path.startswith(("/org/model/resolve/", "/api/models/org/model"))
+        return super().translate_path("/served/" + path.rpartition("/")[2] if there else "/no/such")
 
-        do_HEAD = do_GET
+    def end_headers(self):
+        self.send_header("ETag", f'"{self.path.rpartition("/")[2]}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("X-Error-Code", "EntryNotFound")  # read of errors only
+        super().end_headers()
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
+    def log_message(self, *_):
+        pass
 
 
 TRAIN = """
@@ -439,50 +335,41 @@ import sys, open_clip, dqn_clip_cartpole
 open_clip.add_model_config("test-clip.json")
 tag = {"hf_hub": "org/model/", "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}
 open_clip.pretrained._PRETRAINED["test-clip"] = {"tag": tag}
-sys.argv[1:] = sys.argv[1:] + "--num-envs 2 --episode-length 5 --total-timesteps 30 --learning-starts 10".split()
-sys.argv[1:] += "--gradient-steps 1 --episodes 1 --device cpu".split()
 dqn_clip_cartpole.main()
 """
+SHORT = "--num-envs 2 --episode-length 5 --total-timesteps 30 --learning-starts 10 --gradient-steps 1"
 
 
 @pytest.mark.parametrize("name", ["hf-hub:org/model", "test-clip/tag"])
-def test_real_weights_are_fetched_trained_with_and_found_again_without_the_hub(name, hub, tmp_path):
+def test_real_weights_are_fetched_trained_with_and_found_again_without_the_hub(name, serve, tmp_path):
     """What every user with real weights does first, with random ones."""
-    url, asked = hub
-    cfg = {"embed_dim": 24, "vision_cfg": VISION_CFG, "text_cfg": TEXT_CFG}
-    save_model(tmp_path / "served", cfg)
-    (tmp_path / "test-clip.json").write_text(json.dumps(cfg))
+    save_model(tmp_path / "served", VIT)
+    about = {"id": "org/model", "siblings": [], "sha": "0" * 40}
+    (tmp_path / "served" / "model").write_text(json.dumps(about))
+    (tmp_path / "test-clip.json").write_text(json.dumps(VIT))
     env = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    for run_dir, endpoint in (("first", url), ("second", "http://127.0.0.1:9")):
+    options = f"{SHORT} --episodes 1 --device cpu --clip-model {name} --run-dir".split()
+    results, there = [], serve(partial(Hub, directory=tmp_path))
+    for run_dir, endpoint in (("first", there), ("second", "http://127.0.0.1:9")):
         env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
-        command = [sys.executable, "-c", TRAIN, "--clip-model", name, "--run-dir", run_dir]
+        command = [sys.executable, "-c", TRAIN, *options, run_dir]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-    assert any("resolve" in path for path in asked)
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("first", "second")]
-    assert (
-        results[0]["clip_return"] == results[1]["clip_return"]
-        and results[0]["settings"]["clip_model"] == name
-    )
+        results.append(json.loads((tmp_path / run_dir / "result.json").read_text()))
+    assert results[0]["clip_return"] == results[1]["clip_return"]
+    assert results[0]["settings"]["clip_model"] == name
 
 
-@pytest.mark.parametrize("capabilities, expected", [
-    ({}, "fp32"),
-    ({"avx512_bf16": False, "amx_bf16": False, "avx512_f": True}, "fp32"),
-    ({"avx512_bf16": True, "amx_bf16": False}, "bf16"),
-    ({"avx512_bf16": False, "amx_bf16": True}, "bf16"),
+@pytest.mark.parametrize("device, cpu, gpu, expected", [
+    ("cpu", {}, None, "fp32"),
+    ("cpu", {"avx512_bf16": False, "amx_bf16": False, "avx512_f": True}, None, "fp32"),
+    ("cpu", {"avx512_bf16": True, "amx_bf16": False}, None, "bf16"),
+    (torch.device("cpu"), {"avx512_bf16": False, "amx_bf16": True}, None, "bf16"),
+    ("cuda:1", {"avx512_bf16": True}, (7, 5), "fp32"),
+    ("cuda", {}, (8, 0), "bf16"),
+    ("cuda:1", {}, (9, 0), "bf16"),
 ])  # fmt: skip
-def test_native_precision_is_what_the_processor_has_instructions_for(capabilities, expected, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert (
-        clip_reward.native_precision("cpu") == clip_reward.native_precision(torch.device("cpu")) == expected
-    )
-
-
-@pytest.mark.parametrize("capability, expected", [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
-def test_native_precision_is_what_the_gpu_has_instructions_for(capability, expected, monkeypatch):
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: {"avx512_bf16": expected == "fp32"}
-    )  # which does not matter
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert clip_reward.native_precision("cuda") == clip_reward.native_precision("cuda:1") == expected
+def test_native_precision_is_what_the_hardware_has_instructions_for(device, cpu, gpu, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    assert clip_reward.native_precision(device) == expected

@@ -4,10 +4,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,7 +178,7 @@ def test_strange_responses_are_a_line_or_an_answer_and_no_file_but_ours_is_writt
 
 
 @pytest.fixture
-def server():
+def server(serve):
     """-> base URL, questions asked; gives ANSWERS."""
     asked = []
 
@@ -195,10 +194,7 @@ def server():
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{httpd.server_port}/v1", asked
-    httpd.shutdown()
+    return serve(Handler) + "/v1", asked
 
 
 @pytest.fixture
@@ -257,29 +253,24 @@ def test_without_an_endpoint_or_a_first_round_a_line_says_so(first, words, run_d
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
-def train(script, monkeypatch, *arguments) -> None:
-    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
-    script.main()
-
-
 @pytest.mark.parametrize("script", [dqn_clip_cartpole, sac_clip_mountaincar])
-def test_a_training_is_rewarded_by_the_program_and_a_checkpoint_runs_none(script, tmp_path, monkeypatch):
+def test_a_training_is_rewarded_by_the_program_and_a_checkpoint_runs_none(script, tmp_path, call):
     path, run = tmp_path / "program.py", tmp_path / "run"
     source = (PROGRAMS / f"{script.SCRIPT.split('_')[-1]}.py").read_text()
     path.write_text(source.replace("> 62", "> 35"))  # the car's valley, too: so short a run comes no further
     short = "--total-timesteps=480 --num-envs=4 --episode-length=30 --learning-starts=120 --gradient-steps=2"
     short = [*short.split(), "--episodes=2", "--checkpoint-every=240", "--device=cpu"]
-    train(script, monkeypatch, "--clip-model", path, *short, "--run-dir", run)
+    call(script, "--clip-model", path, *short, "--run-dir", run)
     worker = script.Worker(script.Args(clip_model=str(path)), torch.device("cpu"))
     rounds = [torch.load(run / "rounds" / f"{number}.pt", weights_only=True)["round"] for number in range(4)]
     for states, _, rewards in rounds:
         assert torch.equal(rewards.flatten(), worker.label(states[1:].flatten(0, 1))[:, 0])
     assert len(torch.stack([rewards for *_, rewards in rounds]).unique()) > 1
     with pytest.raises(SystemExit):  # the program is to be named again
-        train(script, monkeypatch, "--resume", run)
+        call(script, "--resume", run)
     path.write_text(path.read_text() + "\n")
     with pytest.raises(UsageError, match="another"):
-        train(script, monkeypatch, "--resume", run, "--clip-model", path)
+        call(script, "--resume", run, "--clip-model", path)
 
 
 def test_a_file_that_is_no_program_is_a_line(tmp_path):

@@ -180,16 +180,12 @@ def test_one_update_is_dqns(scale):
     torch.testing.assert_close(target, 0.9 * target_old + 0.1 * q_values)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["dqn_clip_cartpole", "--total-timesteps=38400"],
-        ["sac_clip_mountaincar", "--total-timesteps=128000", f"--clip-model={PROGRAM}"],
-        pytest.param(["sac_clip_mountaincar"], marks=pytest.mark.slow),
-        pytest.param(
-            ["sac_clip_humanoid"], marks=pytest.mark.slow
-        ),  # as by default: fewer steps reach 0.02 to 1
-    ],
-)
+@pytest.mark.slow("words2", "words3")
+@pytest.mark.parametrize("words", [
+    ["dqn_clip_cartpole", "--total-timesteps=38400"],
+    ["sac_clip_mountaincar", "--total-timesteps=128000", f"--clip-model={PROGRAM}"],
+    ["sac_clip_mountaincar"],
+    ["sac_clip_humanoid"],  # as by default: fewer steps reach 0.02 to 1
+])  # fmt: skip
 def test_it_is_learned(words, learned):
     assert learned(*words) >= 0.7

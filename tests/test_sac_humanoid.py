@@ -31,10 +31,8 @@ def test_environment_is_gymnasiums_and_an_evaluation_has_no_noise(full_obs, size
     options = {"terminate_when_unhealthy": False, "exclude_current_positions_from_observation": False}
     env = gym.make("Humanoid-v5", **options).unwrapped
     for seed, policy in ((5, None), (9, SAC(size, args).policy)):
-        labelled = []
-        states, actions = rollout(policy, 0.0, envs, SimpleNamespace(add=labelled.append), seed, args)
+        states, actions = rollout(policy, 0.0, envs, SimpleNamespace(add=lambda _: None), seed, args)
         assert states.shape == (101, 3, size) and actions.shape == (100, 3, 17)
-        assert torch.equal(torch.stack(labelled), states[1:, :, :24])  # the poses after each step
         if policy:  # it sees all but the place on the floor
             expected = policy(states[:-1, :, 2:].flatten(0, 1))[0].tanh()
             torch.testing.assert_close(actions.flatten(0, 1), expected)

@@ -1,6 +1,5 @@
-"""What the scripts share, and each as a user runs it: files, kill -9, Ctrl-C, resume, evaluation, likely mistakes."""
+"""What the scripts share, and each as a user runs it: files, kills, resume, evaluation, likely mistakes."""
 
-import io
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 
 import av
 import numpy as np
-import open_clip
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -29,11 +27,18 @@ from clip_reward import CLIPReward, UsageError
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 SCRIPTS = {module.SCRIPT: module for module in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
+
+
+def render_humanoid(states: torch.Tensor) -> torch.Tensor:
+    scene = sac_clip_humanoid.Scene(64, 64, "realistic", "fixed", 1, 256, CPU)
+    return scene.render(states[:, :24])[0]
+
+
 RENDER = {
     "dqn_clip_cartpole": lambda states: dqn_clip_cartpole.render(states, 64, 64),
-    "sac_clip_mountaincar": lambda s: sac_clip_mountaincar.Scene(64, 64, "realistic", CPU).render(s),
-    "sac_clip_humanoid": lambda s: sac_clip_humanoid.Scene(64, 64, "realistic", "fixed", 1, 256, CPU).render(s[:, :24])[0],
-}  # fmt: skip
+    "sac_clip_mountaincar": sac_clip_mountaincar.Scene(64, 64, "realistic", CPU).render,
+    "sac_clip_humanoid": render_humanoid,
+}
 ENVS = {
     "dqn_clip_cartpole": lambda n, args: dqn_clip_cartpole.CartPole(n),
     "sac_clip_mountaincar": lambda n, args: sac_clip_mountaincar.MountainCar(n),
@@ -101,7 +106,7 @@ def same(a, b) -> bool:
 
 
 def same_run(a: Path, b: Path) -> None:
-    """Nothing that two runs left differs: what came out, the best policy, and all that the last one depends on."""
+    """Nothing that two runs left differs: results, the best policy, and all that the last one depends on."""
     assert result(a) == result(b) and curve(a) == curve(b) and same(rounds(a), rounds(b))
     for name in ("best.pt", "checkpoint.pt"):
         one, other = load(a / name), load(b / name)
@@ -110,20 +115,25 @@ def same_run(a: Path, b: Path) -> None:
 
 
 @pytest.fixture
-def train(monkeypatch):
-    """A function that runs a script in this process, without pictures -> the run folder, its last argument."""
+def train(call, monkeypatch):
+    """Runs a script in this process, without pictures -> the run folder, its last argument."""
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
 
     def train(script: str, *arguments) -> Path:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, arguments)])
         black = np.zeros((1, 8, 16, 16, 3), np.uint8)
         monkeypatch.setattr(SCRIPTS[script], "pictures", lambda states, *_: black)
-        SCRIPTS[script].main()
+        call(SCRIPTS[script], *arguments)
         return Path(arguments[-1])
 
     yield train
     torch.set_num_threads(threads)
     sys.setswitchinterval(interval)
+
+
+def rewards_of(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> of all rounds kept, the states after the steps (N, S) and their rewards (N,)."""
+    states, _, rewards = map(torch.stack, zip(*rounds(run_dir).values()))
+    return states[:, 1:].flatten(0, 2), rewards.flatten()
 
 
 # ---- The parts that all scripts have
@@ -133,16 +143,14 @@ def train(monkeypatch):
 def test_a_rollout_is_its_seeds_and_its_policys_alone(script):
     module = SCRIPTS[script]
     args, policies = module.Args(num_envs=3, episode_length=20), []
-    envs = ENVS[script](3, args)
+    envs, labeller = ENVS[script](3, args), SimpleNamespace(add=lambda _: None)
     for seed in (0, 1):
         torch.manual_seed(seed)
         policies.append(POLICY[script](args))
 
     def play(policy, noise: float, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-        heard = []
-        states, actions = module.rollout(policy, noise, envs, SimpleNamespace(add=heard.append), seed, args)
-        assert len(states) == 21 and len(actions) == len(heard) == 20 and not actions.requires_grad
-        assert torch.equal(torch.stack(heard), states[1:, :, :24])  # the states after the steps
+        states, actions = module.rollout(policy, noise, envs, labeller, seed, args)
+        assert len(states) == 21 and len(actions) == 20 and not actions.requires_grad
         return states, actions
 
     one, other = policies
@@ -180,8 +188,14 @@ class AtLast(ThreadPoolExecutor):
     """Does nothing before somebody asks for it: a round is only played when the learning is over."""
 
     def submit(self, work, *arguments) -> Future:
-        task = Task()
-        task.work = lambda: work(*arguments)
+        task = Future()
+
+        def result(timeout=None):
+            if not task.done():
+                task.set_result(work(*arguments))
+            return Future.result(task, timeout)
+
+        task.result = result
         return task
 
 
@@ -194,11 +208,8 @@ class AtOnce(AtLast):
         return task
 
 
-class Task(Future):
-    def result(self, timeout=None):
-        if not self.done():
-            self.set_result(self.work())
-        return super().result(timeout)
+FEW_STEPS = """--num-envs 4 --episode-length 20 --total-timesteps 400 --learning-starts 160 --batch-size 64
+    --gradient-steps 15 --episodes 2 --learning-rate 0.01 --clip-batch-size 32"""
 
 
 @slow_but_for_cartpole
@@ -206,11 +217,7 @@ class Task(Future):
 def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(
     script, train, tmp_path, monkeypatch
 ):
-    """Whether a round is played before, after or during the learning: it is the policy's from before, not learned from yet."""
-    options = (
-        "--num-envs 4 --episode-length 20 --total-timesteps 400 --learning-starts 160 --gradient-steps 15 "
-    )
-    options += "--episodes 2 --learning-rate 0.01 --clip-batch-size 32 --batch-size 64"
+    """A round is the policy's from before, whether it is played before, after or during the learning."""
     module, sampled = SCRIPTS[script], []
 
     class Spy(module.ReplayBuffer):
@@ -222,7 +229,7 @@ def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(
     for pool in (AtOnce, AtLast, ThreadPoolExecutor):
         sampled.clear()
         monkeypatch.setattr("clip_reward.ThreadPoolExecutor", pool)
-        run_dir = train(script, *SHORT, *options.split(), "--run-dir", tmp_path / pool.__name__)
+        run_dir = train(script, *SHORT, *FEW_STEPS.split(), "--run-dir", tmp_path / pool.__name__)
         assert sampled == [k for k in (2, 3, 4) for _ in range(15)] and len(rounds(run_dir)) == 5
         same_run(tmp_path / "AtOnce", run_dir)
 
@@ -230,13 +237,11 @@ def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(
 @pytest.mark.slow("mountaincar")
 @pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar"])
 def test_ground_truth_reward_is_what_the_flag_trains_on(script, train, tmp_path):
-    options = (
-        "--reward ground-truth --total-timesteps 6400 --num-envs 16 --episode-length 200 --gradient-steps 1"
-    )
-    run_dir = train(script, *SHORT, *options.split(), "--run-dir", tmp_path / "run")
-    states, _, rewards = map(torch.stack, zip(*rounds(run_dir).values()))
-    expected = SCRIPTS[script].ground_truth_reward(states[:, 1:].flatten(0, 2)).view(rewards.shape)
-    assert torch.equal(rewards, expected) and rewards.sum() > 0
+    options = "--total-timesteps 6400 --num-envs 16 --episode-length 200 --gradient-steps 1".split()
+    options += ["--reward", "ground-truth", "--run-dir", tmp_path / "run"]
+    run_dir = train(script, *SHORT, *options)
+    states, rewards = rewards_of(run_dir)
+    assert torch.equal(rewards, SCRIPTS[script].ground_truth_reward(states)) and rewards.sum() > 0
 
 
 @slow_but_for_cartpole
@@ -245,20 +250,20 @@ def test_ground_truth_reward_is_what_the_flag_trains_on(script, train, tmp_path)
 )
 def test_negative_prompts_make_the_reward_contrastive(script, threshold, train, tmp_path):
     temperature = 0.3 if threshold is None else None  # with the model's own the car's start is worth 0.00
-    options = f"--temperature {temperature}" if threshold is None else f"--threshold {threshold}"
+    option = f"--temperature={temperature}" if threshold is None else f"--threshold={threshold}"
     negatives = ["a pole leaning to the side", "a car in the valley", "a humanoid robot standing up"]
-    common = (*SHORT, "--total-timesteps=480", "--negative-prompt", *negatives)
-    run_dir = train(script, *common, *options.split(), "--run-dir", tmp_path / "run")
+    words = ["--total-timesteps=480", option, "--negative-prompt", *negatives]
+    run_dir = train(script, *SHORT, *words, "--run-dir", tmp_path / "run")
     settings = load(run_dir / "checkpoint.pt")["settings"]
-    states, _, rewards = map(torch.stack, zip(*rounds(run_dir).values()))
+    states, rewards = rewards_of(run_dir)
     how = {"precision": settings["precision"], "negative_prompts": negatives, "temperature": temperature}
-    p = CLIPReward("tiny", settings["prompt"], **how)(RENDER[script](states[:, 1:].flatten(0, 2)))
+    p = CLIPReward("tiny", settings["prompt"], **how)(RENDER[script](states))
     if threshold is None:
-        torch.testing.assert_close(rewards.flatten(), p, atol=2e-3, rtol=0)
+        torch.testing.assert_close(rewards, p, atol=2e-3, rtol=0)
         assert rewards.std() > 3e-3 and 0 <= rewards.min() and rewards.max() <= 1
     else:
         clear = (p - threshold).abs() > 1e-3
-        assert torch.equal(rewards.flatten()[clear], (p > threshold).float()[clear])
+        assert torch.equal(rewards[clear], (p > threshold).float()[clear])
     train(script, "--resume", run_dir)  # brings the negatives along
 
 
@@ -310,7 +315,7 @@ def test_a_run_leaves_what_it_promises(unbroken):
 
 
 def test_the_rounds_are_what_was_played_and_clips_rewards_of_the_states_after_the_steps(unbroken):
-    """Of twelve rounds of 4 x 30 steps the last nine are kept: played again with their actions from their start states."""
+    """Of twelve rounds of 4 x 30 steps the last nine are kept; they are played again with their actions."""
     script, run_dir = unbroken
     settings, kept = load(run_dir / "checkpoint.pt")["settings"], rounds(run_dir)
     assert sorted(kept) == list(range(3, 12))
@@ -330,10 +335,10 @@ def test_the_rounds_are_what_was_played_and_clips_rewards_of_the_states_after_th
     assert (before - rewards.flatten()).abs().max() > 1e-3
 
 
-# What kills the process, in the middle of the n-th call. A save writes half of its file before.
+# What kills or interrupts the process, in the middle of the n-th call. A save writes half of its file before.
 KILLER = """
 import imageio.v3, os, signal, torch
-owner, name, left = {owner}, {name!r}, [None] * {number}
+owner, name, left = {}, "{}", [None] * {}
 own = getattr(owner, name)
 def deadly(*args, **kwargs):
     left.pop()
@@ -341,59 +346,39 @@ def deadly(*args, **kwargs):
         if name == "save":
             own(*args)
             os.truncate(args[1], os.path.getsize(args[1]) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.{})
     return own(*args, **kwargs)
 setattr(owner, name, deadly)
 """
 MOMENTS = [
-    ("torch", "save", 2),  # the first round's file
-    ("torch", "save", 5),  # a checkpoint, after its round's file and best.pt
-    ("os", "replace", 7),
-    ("os", "replace", 10),
-    ("imageio.v3", "imwrite", 2),  # the video
+    ("torch", "save", 2, "SIGKILL"),  # the first round's file
+    ("torch", "save", 5, "SIGKILL"),  # a checkpoint, after its round's file and best.pt
+    ("torch.optim.Adam", "step", 5, "SIGINT"),  # Ctrl-C, in the first round that learns
+    ("os", "replace", 7, "SIGKILL"),
+    ("os", "replace", 10, "SIGKILL"),
+    ("imageio.v3", "imwrite", 2, "SIGKILL"),  # the video
 ]
 
 
-@slow_but_for_cartpole
-def test_killed_in_the_middle_of_each_file_and_resumed_is_the_unbroken_run(unbroken, tmp_path):
+def test_killed_or_interrupted_in_the_middle_and_resumed_is_the_unbroken_run(unbroken, tmp_path, request):
+    """Two scripts without --slow by Ctrl-C alone, which says how to go on."""
     script, whole = unbroken
     words, steps = [*SHORT, "--run-dir", "run"], []
-    for owner, name, number in MOMENTS:
-        process = start(
-            script, *words, folder=tmp_path, before=KILLER.format(owner=owner, name=name, number=number)
-        )
+    all_moments = script == "dqn_clip_cartpole" or request.config.getoption("--slow")
+    for moment in MOMENTS if all_moments else MOMENTS[2:3]:
+        process = start(script, *words, folder=tmp_path, before=KILLER.format(*moment))
         _, err = process.communicate(timeout=300)
-        assert process.returncode == -signal.SIGKILL, err
+        if "SIGINT" in moment:
+            assert process.returncode == 130 and "Traceback" not in err and "--resume" in err
+        else:
+            assert process.returncode == -signal.SIGKILL, err
         steps.append(load(tmp_path / "run" / "checkpoint.pt")["step"])
         words = ["--resume", "run"]
-    assert steps == sorted(steps) and steps[0] == 0 and 0 < steps[2] < steps[3] < 1440 == steps[4]
+    assert steps == sorted(set(steps)) and 360 in steps
+    assert (steps[0], steps[-1]) == ((0, 1440) if all_moments else (360, 360))
     run(script, *words, folder=tmp_path)
     same_run(whole, tmp_path / "run")
     assert curve(tmp_path / "run", "result/clip_return") == curve(whole, "result/clip_return")  # once
-
-
-def test_killed_or_interrupted_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path, request):
-    """Ctrl-C, which says how to go on, and with --slow three times kill -9, wherever the run is."""
-    script, whole = unbroken
-    checkpoint, words, steps = tmp_path / "run" / "checkpoint.pt", [*SHORT, "--run-dir", "run"], []
-    numbers = [signal.SIGINT] + [signal.SIGKILL] * (3 if request.config.getoption("--slow") else 0)
-    for life, number in enumerate(numbers):
-        process = start(script, *words, folder=tmp_path)
-        before = steps[-1] if steps else 0
-        while not checkpoint.exists() or load(checkpoint)["step"] <= before + 120:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.005)
-        time.sleep(0.03 * life)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-        if number == signal.SIGINT:
-            assert process.returncode == 130 and "Traceback" not in err and "--resume" in err
-        steps.append(load(checkpoint)["step"])
-        words = ["--resume", "run"]
-    assert steps == sorted(set(steps)) and steps[-1] < 1440
-    run(script, *words, folder=tmp_path)
-    same_run(whole, tmp_path / "run")
-    assert len(curve(tmp_path / "run")) == 12  # nothing twice, nothing missing
 
 
 @pytest.mark.slow
@@ -410,9 +395,8 @@ def test_a_finished_run_is_lengthened_with_other_settings_and_by_any_clock(copie
     monkeypatch.setattr(time, "time", lambda: 1.0)
     train(script, "--total-timesteps", 1700, "--learning-rate", 1e-5, "--resume", run_dir)
     kept = load(run_dir / "checkpoint.pt")
-    assert (
-        kept["step"] == 1800 and kept["settings"]["learning_rate"] == 1e-5 and kept["settings"]["seed"] == 3
-    )
+    assert kept["step"] == 1800
+    assert kept["settings"]["learning_rate"] == 1e-5 and kept["settings"]["seed"] == 3
     optimizer = next(value for name, value in kept.items() if name.endswith("optimizer"))
     share = 1 if script == "sac_clip_mountaincar" else 1 - 1680 / 1700  # of the last round
     assert optimizer["param_groups"][0]["lr"] == pytest.approx(1e-5 * share)
@@ -445,7 +429,6 @@ BAD = [
     ("--clip-model FILE", "local-dir:FOLDER"),
     ("--clip-model no/such.py", "no reward program"),
     ("--goal-baseline-alpha 1.5", "--goal-baseline-alpha must lie between 0 and 1, not 1.5"),
-    ("--goal-baseline-alpha x", None),
     ("--prompt ''", "prompt is empty"),
     ("--prompt", "prompt is empty"),
     ("--prompt '" + "upright " * 40 + "'", "too long for this model"),
@@ -453,7 +436,6 @@ BAD = [
     ("--negative-prompt pole lying", "--negative-prompt takes sentences"),
     ("--device cuda", "no CUDA GPU"),
     ("--device cpu:3", None),
-    ("--precision fp64", None),
     ("--no-such-flag", None),
     ("--track", "pip install wandb"),
     ("--num-envs 0", "--num-envs must be at least 1"),
@@ -476,7 +458,7 @@ BAD = [
 
 @pytest.mark.parametrize("arguments, expected", BAD)
 def test_likely_mistakes_are_one_line_and_leave_nothing(
-    arguments, expected, unbroken, tmp_path, monkeypatch, capsys
+    arguments, expected, unbroken, tmp_path, call, monkeypatch, capsys
 ):
     script, run_dir = unbroken
     if "cuda" in arguments and torch.cuda.is_available():
@@ -489,14 +471,13 @@ def test_likely_mistakes_are_one_line_and_leave_nothing(
     device = [] if "--device" in arguments or "--resume" in arguments else ["--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     words = shlex.split(arguments.replace("RUN", str(run_dir)))
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *words, *device])
     if "FILE/run" not in arguments:
-        load_model = "create_model_from_pretrained"
-        monkeypatch.setattr(open_clip, load_model, lambda *a, **k: pytest.fail("loaded a model"))
-    with pytest.raises((UsageError, OSError, SystemExit)) as stopped:
-        SCRIPTS[script].main()
+        unwanted = "open_clip.create_model_from_pretrained"
+        monkeypatch.setattr(unwanted, lambda *_, **__: pytest.fail("loaded a model"))
+    # SystemExit is tyro's, which frames its errors.
+    with pytest.raises(SystemExit if expected is None else (UsageError, OSError)) as stopped:
+        call(SCRIPTS[script], *words, *device)
     assert "Traceback" not in capsys.readouterr().err
-    assert (stopped.type is SystemExit) == (expected is None)  # tyro's own, which frames its errors
     if expected is None:
         assert stopped.value.code == 2
     else:
@@ -506,48 +487,23 @@ def test_likely_mistakes_are_one_line_and_leave_nothing(
 
 @pytest.mark.slow
 @each_script
-def test_an_error_is_a_line_and_exit_code_2_and_so_is_a_hub_out_of_reach(script, tmp_path):
-    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
-    for model in ("ViT-bigG-14/laion2b_s39b_b160k", "ViT-B-23/openai", "hf-hub:org/name"):
-        process = start(script, "--clip-model", model, "--device", "cpu", folder=tmp_path, **env)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 2 and err.count("\n") == 1 and err.startswith(f"{script}.py: error: "), (
-            err
-        )
-        assert model.partition("/")[0] in err and not (tmp_path / "runs").exists()
+def test_an_error_is_a_line_and_exit_code_2(script, tmp_path):
+    process = start(script, "--clip-model", "ViT-B-23/openai", "--device", "cpu", folder=tmp_path)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and err.startswith(f"{script}.py: error: "), err
+    assert err.count("\n") == 1 and "ViT-B-23" in err and not list(tmp_path.iterdir())
 
 
-class Code:
-    """What runs where it is unpickled."""
-
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-def test_a_strangers_files_run_nothing(copied, monkeypatch):
-    """Code in a checkpoint, in a round and in the weights that a checkpoint names; and its settings steer nothing."""
+def test_a_strangers_files_run_nothing(copied, code, call, monkeypatch):
+    """Code in a checkpoint or in a round; and the settings of a checkpoint steer nothing."""
     script, run_dir = copied
     monkeypatch.chdir(run_dir.parent)
     kept = load(run_dir / "checkpoint.pt")
-    file = io.BytesIO()
-    torch.save({"w": Code()}, file)
-    Path("weights.pt").write_bytes(file.getvalue())
-    import zipfile
-
-    with zipfile.ZipFile("weights.pt", "a") as archive:
-        archive.writestr("x/constants.pkl", b"")  # as in a TorchScript archive
-    for content in (kept | {"step": Code()}, kept | {"settings": Code()}, {"round": Code()}):
+    for content in (kept | {"step": code}, kept | {"settings": code}, {"round": code}):
         torch.save(content, "run/checkpoint.pt")
         for words in (["--evaluate", "run/checkpoint.pt"], ["--resume", "run"]):
-            monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
             with pytest.raises((pickle.UnpicklingError, UsageError)):
-                SCRIPTS[script].main()
-    torch.save(
-        kept | {"settings": kept["settings"] | {"clip_model": "ViT-B-32/weights.pt"}}, "run/checkpoint.pt"
-    )
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--resume", "run"])
-    with pytest.raises(UsageError, match="cannot load"):
-        SCRIPTS[script].main()
+                call(SCRIPTS[script], *words)
     settings = kept["settings"] | {"evaluate": "run/best.pt", "run_dir": "elsewhere", "resume": "elsewhere"}
     torch.save(kept | {"settings": settings}, "run/checkpoint.pt")
     args = SCRIPTS[script].read_settings()
@@ -624,21 +580,20 @@ def test_tracking_lets_wandb_choose_the_run_and_keeps_it_in_the_folder(train, tm
     started = []
     wandb = SimpleNamespace(init=lambda **how: started.append(how), __spec__=True)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for name in ("a/run_1", "b/run_1"):
-        train("dqn_clip_cartpole", *SHORT, "--total-timesteps=480", "--track", "--run-dir", tmp_path / name)
-    train("dqn_clip_cartpole", "--resume", tmp_path / "b/run_1")
-    assert [how["dir"] for how in started] == [
-        str(tmp_path / name) for name in ("a/run_1", "b/run_1", "b/run_1")
-    ]
+    one, other = tmp_path / "a/run_1", tmp_path / "b/run_1"
+    for folder in (one, other):
+        train("dqn_clip_cartpole", *SHORT, "--total-timesteps=480", "--track", "--run-dir", folder)
+    train("dqn_clip_cartpole", "--resume", other)
+    assert [how["dir"] for how in started] == [str(one), str(other), str(other)]
     assert all(how["resume"] == "auto" and "id" not in how and how["sync_tensorboard"] for how in started)
 
 
-@each_script
-def test_steps_are_ours_with_tiny_and_the_papers_with_other_models(script, monkeypatch):
-    ours = {"dqn_clip_cartpole": 64_000, "sac_clip_mountaincar": 320_000, "sac_clip_humanoid": 128_000}[
-        script
-    ]
-    papers = 10_000_000 if script == "sac_clip_humanoid" else 3_000_000
+@pytest.mark.parametrize("script, ours, papers", [
+    ("dqn_clip_cartpole", 64_000, 3_000_000),
+    ("sac_clip_mountaincar", 320_000, 3_000_000),
+    ("sac_clip_humanoid", 128_000, 10_000_000),
+])  # fmt: skip
+def test_steps_are_ours_with_tiny_and_the_papers_with_other_models(script, ours, papers, monkeypatch):
     for words, expected in (
         ("tiny", ours),
         ("code_reward/programs/cartpole.py", ours),

@@ -71,14 +71,13 @@ def test_reward_separates_upright_from_fallen(alpha):
 @pytest.mark.slow("original", "1.0")
 @pytest.mark.parametrize("textures", ["original", "realistic"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_the_flag_is_rewarded_most(textures, alpha):
+def test_the_nearer_the_flag_the_more_is_rewarded(textures, alpha):
+    """That the flag is rewarded most, see tests/test_reward_check.py."""
     reward = CLIPReward("tiny", *CAR, alpha)
     render = car.Scene(64, 64, textures, CPU).render
     x = torch.from_numpy(np.random.default_rng(123).uniform(-1.2, 0.6, 2000))
     progress = ((x + math.pi / 6) / (0.45 + math.pi / 6)).clamp(0, 1)
     assert epic_distance(reward(render(x[:, None])), progress) <= 0.45  # the slope is rewarded least
-    places = torch.linspace(-1.2, 0.6, 181)
-    assert places[reward(render(places[:, None])).argmax()] >= 0.449
 
 
 @pytest.mark.slow("look1")
