@@ -1,4 +1,4 @@
-"""The GPU path, without a GPU: tensors that say they are on cuda:0 refuse to meet those that are not.
+"""The GPU path, without a GPU: tensors that say they are on cuda:0 or cuda:1 refuse to meet others.
 
 Their numbers are on the CPU, so a run with them must end like one on the CPU; and each way between CPU and
 GPU is counted. Below, where there is a GPU, the same on it (`device`).
@@ -25,6 +25,7 @@ import sac_clip_mountaincar
 
 SCRIPTS = {module.SCRIPT: module for module in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
 own_to = torch.Tensor.to
 ways = Counter()  # between CPU and GPU: "to GPU", "to CPU", "item"
@@ -32,22 +33,23 @@ moved = []  # bytes of each
 
 
 class Cuda(torch.Tensor):
-    """A tensor that says it is on cuda:0; `host` holds its numbers."""
+    """A tensor that says it is on a GPU, `device`; `host` holds its numbers."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     __torch_dispatch__ = None  # the Mode makes all operations
-    device, is_cuda, is_cpu = torch.device("cuda", 0), True, False
+    device, is_cuda, is_cpu = None, True, False
 
     @staticmethod
-    def __new__(cls, host: torch.Tensor):
+    def __new__(cls, host: torch.Tensor, device: torch.device):
         layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
         return torch.Tensor._make_wrapper_subclass(cls, host.shape, **layout)
 
-    def __init__(self, host: torch.Tensor):
+    def __init__(self, host: torch.Tensor, device: torch.device):
         self.host = host
+        self.device = device
 
     def __deepcopy__(self, memo: dict):
-        copy = Cuda(self.detach().host.clone())
+        copy = Cuda(self.detach().host.clone(), self.device)
         return torch.nn.Parameter(copy, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copy
 
     def __reduce_ex__(self, protocol: int):  # in a file it is what `map_location="cpu"` makes of it
@@ -61,7 +63,12 @@ class Mode(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_gpu = [isinstance(tensor, Cuda) for tensor in tensors]
         target = kwargs.get("device")
-        gpu = any(on_gpu) if target is None else torch.device(target).type == "cuda"
+        places = {tensor.device for tensor, there in zip(tensors, on_gpu) if there}
+        place = torch.device(target) if target is not None else next(iter(places), CPU)
+        gpu = place.type == "cuda"
+        assert not gpu or place.index is not None, "which of the two GPUs?"
+        if len(places) > 1 and operation not in (aten._to_copy, aten.copy_):
+            raise RuntimeError(f"{func}: tensors on cuda:0 and cuda:1")
         if operation in (aten._to_copy, aten.copy_):
             here = on_gpu[0] if operation is aten.copy_ else gpu
             if on_gpu[-1] != here:
@@ -81,7 +88,9 @@ class Mode(TorchDispatchMode):
         given = {id(real(tensor)): tensor for tensor in tensors}  # comes back from an operation in place
 
         def wrap(leaf):
-            return given.get(id(leaf), Cuda(leaf)) if gpu and isinstance(leaf, torch.Tensor) else leaf
+            if not gpu or not isinstance(leaf, torch.Tensor):
+                return leaf
+            return given[id(leaf)] if id(leaf) in given else Cuda(leaf, place)
 
         return tree_map(wrap, out)
 
@@ -91,10 +100,10 @@ def to(self: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     if dtype not in (None, self.dtype) or memory_format is not None:
         self = own_to(self, dtype or self.dtype, memory_format=memory_format)
-    if device is None or device.type == self.device.type:
+    if device is None or device == self.device:
         return self
     if device.type == "cuda":
-        return own_to(self, Cuda.device, copy=True)
+        return own_to(self, device, copy=True)
     ways["to CPU"] += 1
     return self.detach().host.clone()
 
@@ -108,9 +117,9 @@ class Inline(ThreadPoolExecutor):
         return future
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A machine with one GPU, until the test ends."""
+@pytest.fixture(params=[2], ids=["two"])
+def gpu(request, monkeypatch):
+    """A machine with GPUs, until the test ends."""
     if torch.cuda.is_available():
         pytest.skip("there is a real one")
     tensor, load, get_device = torch.tensor, torch.load, warp.get_device
@@ -124,7 +133,8 @@ def gpu(monkeypatch):
         return sys._getframe(2).f_locals["self"].device
 
     def to_torch_there(array):
-        return to_torch(array) if device_of_scene() == CPU else Cuda(to_torch(array))
+        device = device_of_scene()
+        return to_torch(array) if device == CPU else Cuda(to_torch(array), device)
 
     def render_there(*args):
         assert str(current[-1]) == str(device_of_scene()), "would be rendered on another device"
@@ -138,7 +148,7 @@ def gpu(monkeypatch):
     fakes = dict.fromkeys(quiet, lambda *_: None) | {
         "torch.__future__.get_overwrite_module_params_on_conversion": lambda: True,
         "torch.cuda.is_available": lambda: True,
-        "torch.cuda.device_count": lambda: 1,
+        "torch.cuda.device_count": lambda: request.param,
         "torch.cuda.get_device_capability": lambda *_: (9, 0),
         "torch.tensor": lambda data, device="cpu", **how: tensor(data, **how).to(device),
         "torch.Tensor.to": to,
@@ -146,7 +156,8 @@ def gpu(monkeypatch):
         "torch.load": load_on_cpu,
         "torch.optim.Optimizer._group_tensors_by_device_and_dtype": group,
         "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": group,
-        "warp.get_device": lambda name=None: name if name == "cuda:0" else get_device(name),
+        "warp.is_cuda_available": lambda: True,
+        "warp.get_device": lambda name=None: name if "cuda" in str(name) else get_device(name),
         "warp.set_device": current.append,
         "warp.to_torch": to_torch_there,
         "mujoco_warp.render": render_there,
@@ -175,7 +186,7 @@ def run(monkeypatch):
 
 
 SHORT = """--total-timesteps 240 --num-envs 4 --episode-length 15 --learning-starts 60 --gradient-steps 4
-    --checkpoint-every 120 --episodes 3 --seed 3 --clip-model tiny --clip-batch-size 25 --precision fp32"""
+    --checkpoint-every 120 --episodes 3 --seed 3 --clip-model tiny --clip-batch-size 15 --precision fp32"""
 
 
 def interrupted_and_evaluated(run, module: ModuleType, device: str, folder: Path) -> list[dict]:
@@ -217,8 +228,9 @@ def watch(module: ModuleType, monkeypatch) -> None:
 
 
 @pytest.mark.slow("humanoid", "mountaincar")
+@pytest.mark.parametrize("gpu", [1, 2], indirect=True)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_on_a_gpu_is_that_on_a_cpu(script, run, gpu, tmp_path, monkeypatch):
+def test_a_run_on_gpus_is_that_on_a_cpu(script, run, gpu, tmp_path, monkeypatch):
     module, folder = SCRIPTS[script], tmp_path / "cpu"
     expected = run(module, f"{SHORT} --device cpu --run-dir {folder}", folder / "result.json")
     assert not ways.total()
@@ -229,6 +241,7 @@ def test_a_run_on_a_gpu_is_that_on_a_cpu(script, run, gpu, tmp_path, monkeypatch
 
 DEFECTS = [
     ("dqn_clip_cartpole", "target_network = deepcopy(q_network)", "target_network = QNetwork()"),
+    ("dqn_clip_cartpole", "device = labeller.device", "device = torch.device(args.device)"),
     ("dqn_clip_cartpole", "policy = deepcopy(target_network).cpu()", "policy = deepcopy(target_network)"),
     ("dqn_clip_cartpole", "(batch_size,), device=self.rewards.device)", "(batch_size,))"),
     ("dqn_clip_cartpole", "torch.stack([rewards.cpu(), ", "torch.stack([rewards, "),
@@ -257,10 +270,33 @@ def test_what_would_be_wrong_on_a_gpu_is_found(script, right, wrong, run, gpu, t
 
 
 def test_weights_go_to_the_gpu_in_their_precision(gpu):
-    model = clip_reward.CLIPReward("tiny", "a cart", device="cuda", precision="bf16").model
+    model = clip_reward.CLIPReward("tiny", "a cart", device="cuda:0", precision="bf16").model
     weights = [*model.parameters(), *model.buffers()]
-    assert {weight.device for weight in weights} == {Cuda.device}
+    assert {weight.device for weight in weights} == {CUDA}
     assert sum(moved) < 1.1 * sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+
+
+def test_two_gpus_have_the_same_model_loaded_once_and_even_batches(gpu, monkeypatch):
+    module, states = module_and_states("dqn_clip_cartpole")
+    args = settings(module.SCRIPT, "cuda")
+    args.num_envs, args.episode_length = 1, len(states)
+    loaded = []
+    monkeypatch.setattr(
+        module, "make_reward", lambda *how: loaded.append(how) or clip_reward.make_reward(*how)
+    )
+    labeller = clip_reward.Labeller(module.Worker, args)
+    labeller.add(states)
+    labels = labeller.result()
+    workers = [labeller.free.get() for _ in range(2)]
+    assert len(loaded) == 1 and {worker.reward_model.device.index for worker in workers} == {0, 1}
+    assert labeller.batch_size == 7  # 41 states, at most 10 a batch: three for each GPU, not five in all
+    torch.testing.assert_close(labels, module.Worker(settings(module.SCRIPT, "cpu"), CPU).label(states))
+
+
+def test_a_driver_that_warp_cannot_use_is_said(gpu, monkeypatch):
+    monkeypatch.setattr("warp.is_cuda_available", lambda: False)
+    with pytest.raises(clip_reward.UsageError, match="driver 580"):
+        sac_clip_humanoid.Worker(settings("sac_clip_humanoid", "cuda"), CUDA)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -271,7 +307,7 @@ def test_a_reward_program_works_beside_a_gpu(script, gpu, tmp_path, monkeypatch)
     (tmp_path / "odd.py").write_text(f"import numpy as np\nSIZE = 32, 48\ndef odd(frames):\n{odd}\n")
     watch(module, monkeypatch)
     labels = []
-    for place in (CPU, Cuda.device):
+    for place in (CPU, CUDA):
         labels.append(module.Worker(settings(script, place, tmp_path / "odd.py"), place).label(states[:10]))
     assert torch.equal(*labels) and 0 < labels[0][:, 0].mean() < 1
 
