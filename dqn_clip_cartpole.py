@@ -60,7 +60,7 @@ class Args(RewardArgs):
     exploration_fraction: float = 0.1
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 32_000  # steps between two evaluations; the best policy is kept (64,000)
+    evaluate_every: int = 32_000  # steps between two evaluations; the best policy is kept (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
     evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
@@ -328,7 +328,7 @@ def train(args: Args, labeller: Labeller) -> None:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if rewards.min() == rewards.max() != 0:  # 0 may be a sparse reward not yet seen
                 raise UsageError("the reward is the same in all states: try another prompt")
-        passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
+        passed = global_step % args.evaluate_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(target_network, args.num_envs, labeller, args)
             means = summary(labels)

@@ -91,7 +91,7 @@ class Args(RewardArgs):
     act_with_mean: bool = True  # the running mean of the actor's weights acts (not)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 16_000  # steps between two evaluations; the best policy is kept (64,000)
+    evaluate_every: int = 16_000  # steps between two evaluations; the best policy is kept (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
     evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
@@ -102,7 +102,7 @@ PAPER = {
     "total_timesteps": 10_000_000, "num_envs": 32, "gradient_steps": 100, "policy_frequency": 1,
     "learning_starts": 50_000, "anneal_lr": False, "gamma": 0.95, "n_step": 1, "batch_size": 512,
     "ent_coef": 1.0, "log_std_min": -20.0, "noise_correlation": 0.0, "full_obs": True, "normalize_obs": False,
-    "standardize_rewards": False, "layer_norm": False, "act_with_mean": False, "checkpoint_every": 64_000,
+    "standardize_rewards": False, "layer_norm": False, "act_with_mean": False, "evaluate_every": 64_000,
 }  # fmt: skip
 
 # ---- Environment
@@ -576,7 +576,7 @@ def train(args: Args, labeller: Labeller) -> None:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if rewards.min() == rewards.max() != 0:  # 0 may be a sparse reward not yet seen
                 raise UsageError("the reward is the same in all states: try another prompt")
-        passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
+        passed = global_step % args.evaluate_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
             means = summary(labels)

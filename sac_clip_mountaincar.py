@@ -65,7 +65,7 @@ class Args(RewardArgs):
     noise_correlation: float = 0.917  # of the exploration noise from step to step (see the top); 0: SAC's own
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    checkpoint_every: int = 64_000  # steps between two evaluations; the best policy is kept
+    evaluate_every: int = 64_000  # steps between two evaluations; the best policy is kept
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
     evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
@@ -486,7 +486,7 @@ def train(args: Args, labeller: Labeller) -> None:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
             if rewards.min() == rewards.max() != 0:  # 0 may be a sparse reward not yet seen
                 raise UsageError("the reward is the same in all states: try another prompt")
-        passed = global_step % args.checkpoint_every < rewards.numel()  # a multiple of it
+        passed = global_step % args.evaluate_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
             states, labels = evaluate(sac.policy, args.num_envs, labeller, args)
             means = summary(labels)

@@ -69,7 +69,7 @@ def settings_of_loop(script: str, options: dict, rounds: int) -> dict:
     """Options of a script -> these for a random round, one to warm up, and so many without evaluations."""
     settings = importlib.import_module(script).Args(**options)
     steps = settings.num_envs * settings.episode_length
-    measured = {"learning_starts": steps, "total_timesteps": (2 + rounds) * steps, "checkpoint_every": 2**39}
+    measured = {"learning_starts": steps, "total_timesteps": (2 + rounds) * steps, "evaluate_every": 2**39}
     return options | measured
 
 

@@ -259,7 +259,7 @@ def test_a_training_is_rewarded_by_the_program_and_a_checkpoint_runs_none(script
     source = (PROGRAMS / f"{script.SCRIPT.split('_')[-1]}.py").read_text()
     path.write_text(source.replace("> 62", "> 35"))  # the car's valley, too: so short a run comes no further
     short = "--total-timesteps=480 --num-envs=4 --episode-length=30 --learning-starts=120 --gradient-steps=2"
-    short = [*short.split(), "--episodes=2", "--checkpoint-every=240", "--device=cpu"]
+    short = [*short.split(), "--episodes=2", "--evaluate-every=240", "--device=cpu"]
     call(script, "--clip-model", path, *short, "--run-dir", run)
     worker = script.Worker(script.Args(clip_model=str(path)), torch.device("cpu"))
     rounds = [torch.load(run / "rounds" / f"{number}.pt", weights_only=True)["round"] for number in range(4)]

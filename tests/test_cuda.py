@@ -186,7 +186,7 @@ def run(monkeypatch):
 
 
 SHORT = """--total-timesteps 240 --num-envs 4 --episode-length 15 --learning-starts 60 --gradient-steps 4
-    --checkpoint-every 120 --episodes 3 --seed 3 --clip-model tiny --clip-batch-size 15 --precision fp32"""
+    --evaluate-every 120 --episodes 3 --seed 3 --clip-model tiny --clip-batch-size 15 --precision fp32"""
 
 
 def interrupted_and_evaluated(run, module: ModuleType, device: str, folder: Path) -> list[dict]:

@@ -189,7 +189,7 @@ def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeyp
     expected = {
         "tau": 0.01, "ent_coef": 0.5, "num_envs": 32, "total_timesteps": 10_000_000, "episode_length": 100,
         "learning_rate": 6e-4, "gamma": 0.95, "batch_size": 512, "gradient_steps": 100, "policy_frequency": 1,
-        "learning_starts": 50_000, "checkpoint_every": 64_000, "n_step": 1, "noise_correlation": 0,
+        "learning_starts": 50_000, "evaluate_every": 64_000, "n_step": 1, "noise_correlation": 0,
         "log_std_min": -20, "full_obs": True, "normalize_obs": False, "standardize_rewards": False,
         "layer_norm": False, "anneal_lr": False, "act_with_mean": False,
     }  # fmt: skip

@@ -50,7 +50,7 @@ POLICY = {  # what acts, with new weights
     "sac_clip_humanoid": lambda args: sac_clip_humanoid.SAC(177, args).policy,
 }
 SHORT = (
-    "--total-timesteps 1440 --num-envs 4 --episode-length 30 --learning-starts 300 --checkpoint-every 240 "
+    "--total-timesteps 1440 --num-envs 4 --episode-length 30 --learning-starts 300 --evaluate-every 240 "
     "--buffer-size 1000 --gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
 ).split()
 each_script = pytest.mark.parametrize("script", SCRIPTS)
