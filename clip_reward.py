@@ -424,20 +424,19 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
         close = difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0.3)
         how = "NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
         raise UsageError(f"unknown CLIP model {name!r}, did you mean {' or '.join(close)}? Write {how}")
-    how = {"pretrained": pretrained}
     cfg = open_clip.get_pretrained_cfg(name, pretrained)
     if cfg:
-        how["force_quick_gelu"] = cfg.get("quick_gelu", False)
-    elif os.path.isfile(pretrained):
-        how |= about_file(name, pretrained)
-    return name, how
+        return name, {"pretrained": pretrained, "force_quick_gelu": cfg.get("quick_gelu", False)}
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if not os.path.isfile(pretrained):
+        raise UsageError(f"{name} has no weights {pretrained!r}, but {', '.join(tags)}; or {name}//FILE")
+    return name, {"pretrained": pretrained} | about_file(name, pretrained, tags)
 
 
-def about_file(name: str, path: str) -> dict:
+def about_file(name: str, path: str, tags: list[str]) -> dict:
     """How weights from a file want their pixels: as all tagged weights of the model, if these agree."""
     import open_clip
 
-    tags = open_clip.list_pretrained_tags_by_model(name)
     cfgs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
     wanted = [{f"image_{key}": cfg[key] for key in ("mean", "std", "interpolation")} for cfg in cfgs]
     if f"{name}-quickgelu" in open_clip.list_models():

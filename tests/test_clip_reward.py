@@ -245,8 +245,8 @@ def test_a_strangers_model_runs_nothing(small_clip, code, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ({"clip_model": "ViT-B-32/openia"}, "'openia' is not a known tag or valid file path"),
-    ({"clip_model": "ViT-B-32"}, "pretrained=''"),
+    ({"clip_model": "ViT-B-32/openia"}, "has no weights 'openia', but openai, laion400m_e31"),
+    ({"clip_model": "ViT-B-32"}, "ViT-B-32 has no weights '', but openai"),
     ({"clip_model": "tinny"}, "did you mean tiny"),
     ({"clip_model": str(Path(__file__).resolve().parent)}, "local-dir:FOLDER"),
     ({"alpha": -0.1}, "must lie in"),
@@ -288,7 +288,7 @@ def test_broken_files_are_one_line(tmp_path, random_vit):
     ("ViT-L-14", None, None, "normalized as OpenAI's"),  # or 0.5: its tags disagree
 ])  # fmt: skip
 def test_what_is_assumed_of_a_file_is_said(name, mean, interpolation, said, capsys):
-    how = clip_reward.about_file(name, "weights.pt")
+    how = clip_reward.about_file(name, "weights.pt", open_clip.list_pretrained_tags_by_model(name))
     assert how.get("image_mean") == (tuple(mean) if mean else None)
     assert how.get("image_interpolation") == interpolation
     out = capsys.readouterr().out
