@@ -11,6 +11,7 @@ settings; and the `Labeller`, which has many frames rewarded at once.
 
 import difflib
 import json
+import logging
 import math
 import os
 import re
@@ -126,6 +127,7 @@ class CLIPReward(torch.nn.Module):
             unknown = sorted(set(re.findall(r"\w+", " ".join(texts).lower())) - set(read))
             if unknown:
                 tqdm.write(f"tiny has never read these words, which mean nothing to it: {', '.join(unknown)}")
+        logging.disable(logging.ERROR)  # open_clip and the hub log a failure many times; one line will do
         try:
             name, how = find_clip_model(clip_model)
             tokenizer = open_clip.get_tokenizer(name)
@@ -141,6 +143,8 @@ class CLIPReward(torch.nn.Module):
         except Exception as error:  # files and downloads fail in many ways, in each library's own words
             advice = "take another --clip-model, a file, tiny, or --precision fp32"
             raise UsageError(f"cannot load {clip_model} ({one_line(error)}): {advice}") from error
+        finally:
+            logging.disable(logging.NOTSET)
         self.model.visual.to(memory_format=torch.channels_last)  # convolutions are up to twice as fast
         self.alpha = alpha
         self.threshold = threshold

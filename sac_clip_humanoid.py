@@ -130,7 +130,7 @@ class Humanoids(gymnasium.vector.SyncVectorEnv):
         self.pool = ThreadPoolExecutor(THREADS)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """As in Gymnasium, without rewards; MuJoCo's C code lets other threads run, so each robot has one."""
+        """As in Gymnasium, without rewards. MuJoCo's C code lets other threads run: several robots move at once."""
         states = np.stack([*self.pool.map(self.move, self.envs, actions)])
         no = np.zeros(self.num_envs, dtype=bool)
         return states, no.astype(np.float32), no, no, {}
@@ -502,7 +502,7 @@ def train(args: Args, labeller: Labeller) -> None:
 
     A round's first three phases go on at once; acting and learning begin with what the rounds before left:
 
-        act    =============          one thread: play round k with a copy of the policy
+        act    =============          one thread, and more for MuJoCo: play round k with a copy of the policy
         learn  =================      this thread: update on rounds 0 to k - 1
         label     ===============     other threads, then this one, too: render what was played, reward it
         report                   ===  this thread: store round k; curves, evaluation, checkpoint
@@ -574,7 +574,8 @@ def train(args: Args, labeller: Labeller) -> None:
         bar.update(rewards.numel())
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-            if rewards.min() == rewards.max() != 0:  # 0 may be a sparse reward not yet seen
+            sparse = args.clip_model.endswith(".py") or args.threshold is not None
+            if rewards.min() == rewards.max() and not sparse:
                 raise UsageError("the reward is the same in all states: try another prompt")
         passed = global_step % args.evaluate_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
@@ -823,8 +824,8 @@ def read_settings() -> Args:
     if args.evaluate is not None or args.resume is not None:
         path = args.evaluate or f"{args.resume}/checkpoint.pt"
         checkpoint = load(path)
-        if checkpoint.get("script") != SCRIPT:
-            raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
+        if checkpoint.get("script") != SCRIPT or checkpoint["settings"].keys() != asdict(Args()).keys():
+            raise UsageError(f"{path} is no checkpoint of this {SCRIPT}.py")
         settings = checkpoint["settings"] | {"resume": None, "evaluate": None}
         settings["run_dir"] = os.path.dirname(path) or "."
         if settings["clip_model"].rstrip("/").endswith(".py"):

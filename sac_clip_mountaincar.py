@@ -484,7 +484,8 @@ def train(args: Args, labeller: Labeller) -> None:
         bar.update(rewards.numel())
         if rb.rounds == 1:
             tqdm.write(f"a policy that has learned nothing: {in_words(means)}")
-            if clip_rewards.min() == clip_rewards.max() != 0:  # 0 may be a sparse reward not yet seen
+            sparse = args.clip_model.endswith(".py") or args.threshold is not None
+            if clip_rewards.min() == clip_rewards.max() and not sparse:
                 raise UsageError("the reward is the same in all states: try another prompt")
         passed = global_step % args.evaluate_every < rewards.numel()  # a multiple of it
         if passed or global_step >= args.total_timesteps:
@@ -619,8 +620,8 @@ def read_settings() -> Args:
     if args.evaluate is not None or args.resume is not None:
         path = args.evaluate or f"{args.resume}/checkpoint.pt"
         checkpoint = load(path)
-        if checkpoint.get("script") != SCRIPT:
-            raise UsageError(f"{path} is no checkpoint of {SCRIPT}.py")
+        if checkpoint.get("script") != SCRIPT or checkpoint["settings"].keys() != asdict(Args()).keys():
+            raise UsageError(f"{path} is no checkpoint of this {SCRIPT}.py")
         settings = checkpoint["settings"] | {"resume": None, "evaluate": None}
         settings["run_dir"] = os.path.dirname(path) or "."
         if settings["clip_model"].rstrip("/").endswith(".py"):

@@ -104,6 +104,7 @@ def parts(script: ModuleType, settings) -> tuple:
         return envs, sac.policy, rb, lambda k: script.sac_update(sac, optimizers, rb.sample(size), settings)
 
     envs = script.Humanoids(settings.num_envs, settings)
+    envs.pool = ThreadPoolExecutor(1)  # alone on one core, as the other phases
     state_size = envs.single_observation_space.shape[0]
     rb = script.ReplayBuffer(state_size, settings, device)
     sac = script.SAC(state_size, settings).to(device)

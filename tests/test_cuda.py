@@ -276,9 +276,10 @@ def test_weights_go_to_the_gpu_in_their_precision(gpu):
     assert sum(moved) < 1.1 * sum(weight.numel() * weight.dtype.itemsize for weight in weights)
 
 
-def test_two_gpus_have_the_same_model_loaded_once_and_even_batches(gpu, monkeypatch):
+@pytest.mark.parametrize("clip_model", ["tiny", clip_reward.HERE / "code_reward/programs/cartpole.py"])
+def test_two_gpus_have_the_same_model_loaded_once_and_even_batches(clip_model, gpu, monkeypatch):
     module, states = module_and_states("dqn_clip_cartpole")
-    args = settings(module.SCRIPT, "cuda")
+    args = settings(module.SCRIPT, "cuda", clip_model)
     args.num_envs, args.episode_length = 1, len(states)
     loaded = []
     monkeypatch.setattr(
@@ -288,9 +289,11 @@ def test_two_gpus_have_the_same_model_loaded_once_and_even_batches(gpu, monkeypa
     labeller.add(states)
     labels = labeller.result()
     workers = [labeller.free.get() for _ in range(2)]
-    assert len(loaded) == 1 and {worker.reward_model.device.index for worker in workers} == {0, 1}
+    places = {worker.reward_model.device for worker in workers}
+    assert len(loaded) == 1 and places == ({CUDA, torch.device("cuda", 1)} if clip_model == "tiny" else {CPU})
     assert labeller.batch_size == 7  # 41 states, at most 10 a batch: three for each GPU, not five in all
-    torch.testing.assert_close(labels, module.Worker(settings(module.SCRIPT, "cpu"), CPU).label(states))
+    alone = module.Worker(settings(module.SCRIPT, "cpu", clip_model), CPU).label(states)
+    torch.testing.assert_close(labels, alone)
 
 
 def test_a_driver_that_warp_cannot_use_is_said(gpu, monkeypatch):
