@@ -87,7 +87,7 @@ class CLIPReward(torch.nn.Module):
     """Frames -> rewards: `goal_baseline_reward` or, where there are negative prompts, `contrastive_reward`.
 
     Args:
-        clip_model: `NAME/TAG`, `NAME//path/to/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
+        clip_model: `NAME/TAG`, `NAME/weights.pt`, `hf-hub:org/name`, `local-dir:PATH`, or `tiny`.
         prompts, baseline_prompts: one text or several; g and b are the means of their unit embeddings, as in
             the paper's code (so R at α = 0 is the cosine with the goals' mean plus a constant).
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
@@ -217,7 +217,7 @@ class RewardArgs:
     prompt: tuple[str, ...] = ()  # the goal; several sentences are averaged
     baseline_prompt: tuple[str, ...] = ()  # what the scene looks like in general
     goal_baseline_alpha: float = 0.5  # α: 0 plain cosine, 1 only what lies along baseline-goal
-    # NAME/TAG, NAME//FILE (OpenAI's: NAME-quickgelu//FILE), hf-hub:ORG/NAME, local-dir:FOLDER, tiny, or a
+    # NAME/TAG, NAME/FILE (OpenAI's: NAME-quickgelu/FILE), hf-hub:ORG/NAME, local-dir:FOLDER, tiny, or a
     # reward program, FILE.py (default: tiny on a CPU, the paper's ViT-bigG-14/laion2b_s39b_b160k on a GPU)
     clip_model: str | None = None
     clip_batch_size: int = 128  # frames rendered and rewarded at once
@@ -257,14 +257,14 @@ class RewardArgs:
 
     def check_resumed(self, before: dict) -> None:
         """The rounds that a run has kept were played and rewarded by these settings: refuse others."""
-        names = (
-            "prompt baseline_prompt goal_baseline_alpha negative_prompt temperature threshold reward textures"
-        )
-        for name in f"{names} camera supersample full_obs num_envs episode_length".split():
+        names = "seed prompt baseline_prompt goal_baseline_alpha negative_prompt temperature threshold reward"
+        for name in f"{names} textures camera supersample full_obs num_envs episode_length".split():
             if name in before and before[name] != getattr(self, name):
                 raise UsageError(
                     f"this run began with --{name.replace('_', '-')} {before[name]}, and keeps it"
                 )
+        if self.total_timesteps < before["total_timesteps"]:
+            raise UsageError(f"this run has {before['total_timesteps']:,} steps, and can only be made longer")
 
     def describe(self) -> None:
         """Print who rewards what."""
@@ -426,14 +426,14 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
     name, _, pretrained = clip_model.partition("/")
     if name not in open_clip.list_models():
         close = difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0.3)
-        how = "NAME/TAG, NAME//FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
+        how = "NAME/TAG, NAME/FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
         raise UsageError(f"unknown CLIP model {name!r}, did you mean {' or '.join(close)}? Write {how}")
     cfg = open_clip.get_pretrained_cfg(name, pretrained)
     if cfg:
         return name, {"pretrained": pretrained, "force_quick_gelu": cfg.get("quick_gelu", False)}
     tags = open_clip.list_pretrained_tags_by_model(name)
     if not os.path.isfile(pretrained):
-        raise UsageError(f"{name} has no weights {pretrained!r}, but {', '.join(tags)}; or {name}//FILE")
+        raise UsageError(f"{name} has no weights {pretrained!r}, but {', '.join(tags)}, or {name}/FILE")
     return name, {"pretrained": pretrained} | about_file(name, pretrained, tags)
 
 

@@ -48,19 +48,18 @@ class Args(RewardArgs):
     num_envs: int = 16  # environments side by side
     episode_length: int = 200  # steps; a round is one episode in every environment
     gradient_steps: int = 400  # updates per round
-    learning_starts: int = 6_400  # rounds that begin before this step are random, nothing is learned (75,000)
+    learning_starts: int = 3_200  # rounds that begin before this step are random, nothing is learned (75,000)
     learning_rate: float = 5e-4  # of Adam, at first; it falls to 0 (2.3e-3, constant)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default)
     gamma: float = 0.99  # discount factor
-    tau: float = 0.0025  # how far the target network follows at each update (copied every 625 updates)
+    tau: float = 0.01  # how far the target network follows at each update (copied every 625 updates)
     batch_size: int = 128  # transitions per update (Stable-Baselines3's default, 32)
-    # The share of random actions falls as 1 - step / (exploration_fraction * all steps), not below end_e: by
-    # default at once where learning starts.
+    # The share of random actions falls as 1 - step / (exploration_fraction * all steps), not below end_e.
     end_e: float = 0.05
-    exploration_fraction: float = 0.1
+    exploration_fraction: float = 0.25  # (0.1)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    evaluate_every: int = 32_000  # steps between two evaluations; the best policy is kept (64,000)
+    evaluate_every: int = 6_400  # steps between two evaluations; the best policy is kept (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
     evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
@@ -479,10 +478,9 @@ def read_settings() -> Args:
     if args.total_timesteps is None:
         args.total_timesteps = 64_000 if args.clip_model.endswith(("tiny", ".py")) else 3_000_000
     a_round = args.num_envs * args.episode_length
-    if args.evaluate is None and args.total_timesteps <= a_round * max(
-        1, math.ceil(args.learning_starts / a_round)
-    ):
-        raise UsageError("nothing would be learned: --total-timesteps ends before learning begins")
+    random_steps = a_round * max(1, math.ceil(args.learning_starts / a_round))
+    if args.evaluate is None and args.total_timesteps <= random_steps:
+        raise UsageError(f"nothing would be learned: --total-timesteps must be above {random_steps:,}")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}_{os.getpid()}"
     return args
 

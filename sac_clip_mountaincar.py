@@ -637,10 +637,9 @@ def read_settings() -> Args:
     if args.total_timesteps is None:
         args.total_timesteps = 320_000 if args.clip_model.endswith(("tiny", ".py")) else 3_000_000
     a_round = args.num_envs * args.episode_length
-    if args.evaluate is None and args.total_timesteps <= a_round * max(
-        1, math.ceil(args.learning_starts / a_round)
-    ):
-        raise UsageError("nothing would be learned: --total-timesteps ends before learning begins")
+    random_steps = a_round * max(1, math.ceil(args.learning_starts / a_round))
+    if args.evaluate is None and args.total_timesteps <= random_steps:
+        raise UsageError(f"nothing would be learned: --total-timesteps must be above {random_steps:,}")
     args.run_dir = args.run_dir or f"runs/{SCRIPT}__{args.seed}__{int(time.time())}_{os.getpid()}"
     return args
 
