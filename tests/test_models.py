@@ -1,4 +1,4 @@
-"""Large models of each family, with random weights, as NAME//file and as local-dir:, against open_clip's own embeddings.
+"""Large models of each family, with random weights, as NAME/file and as local-dir:, against open_clip's own embeddings.
 
 `python -m pytest -s tests/test_models.py` prints the table. Their own tokenizers come from the hub, which a test must not need.
 """

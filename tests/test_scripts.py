@@ -338,6 +338,7 @@ def test_the_rounds_are_what_was_played_and_clips_rewards_of_the_states_after_th
 # What kills or interrupts the process, in the middle of the n-th call. A save writes half of its file before.
 KILLER = """
 import imageio.v3, os, signal, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background does not hear it
 owner, name, left = {}, "{}", [None] * {}
 own = getattr(owner, name)
 def deadly(*args, **kwargs):
