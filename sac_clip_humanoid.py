@@ -434,7 +434,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
     n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
     with torch.no_grad():  # every last state bootstraps: see ReplayBuffer; steps before it earn no entropy
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
-        next_q = sac.target_critics(next_obs, next_actions).min(dim=0).values
+        next_q = torch.min(*sac.target_critics(next_obs, next_actions))
         td_target = n_step_return + args.gamma**args.n_step * (next_q - ent_coef * next_log_prob)
     q_values = sac.critics(obs, actions)
     qf_loss = (q_values - td_target).square().mean(dim=1).sum()
@@ -445,7 +445,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
 
     if update_actor:
         new_actions, log_prob = squash(*sac.actor(obs), torch.randn_like(actions))
-        new_q = sac.critics(obs, new_actions).min(dim=0).values
+        new_q = torch.min(*sac.critics(obs, new_actions))
         actor_loss = (ent_coef * log_prob - new_q).mean()
         optimizers["actor_optimizer"].zero_grad()
         actor_loss.backward(inputs=[*sac.actor.parameters()])  # the critics need no gradient of it

@@ -353,7 +353,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
     obs, next_obs, actions, rewards = batch
     with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
         next_actions, next_log_prob = squash(*sac.policy(next_obs), torch.randn_like(actions))
-        next_q = sac.target_critics(next_obs, next_actions).min(dim=0).values
+        next_q = torch.min(*sac.target_critics(next_obs, next_actions))
         td_target = rewards + args.gamma * (next_q - args.ent_coef * next_log_prob)
     q_values = sac.critics(obs, actions)
     qf_loss = (q_values - td_target).square().mean(dim=1).sum()
@@ -362,7 +362,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
     optimizers["q_optimizer"].step()
 
     new_actions, log_prob = squash(*sac.policy(obs), torch.randn_like(actions))
-    new_q = sac.critics(obs, new_actions).min(dim=0).values
+    new_q = torch.min(*sac.critics(obs, new_actions))
     actor_loss = (args.ent_coef * log_prob - new_q).mean()
     optimizers["actor_optimizer"].zero_grad()
     actor_loss.backward(inputs=[*sac.policy.parameters()])  # the critics need no gradient of it
