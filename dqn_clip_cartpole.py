@@ -59,7 +59,8 @@ class Args(RewardArgs):
     exploration_fraction: float = 0.25  # (0.1)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    evaluate_every: int = 6_400  # steps between two evaluations; the best policy is kept (64,000)
+    # Steps between two evaluations; the best policy is kept (default: 6,400 with tiny, else the paper's 64,000).
+    evaluate_every: int | None = None
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
     evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
@@ -475,8 +476,9 @@ def read_settings() -> Args:
     if args.clip_model is None and args.reward == "ground-truth":
         args.clip_model = "tiny"
     args.complete()
-    if args.total_timesteps is None:
-        args.total_timesteps = 64_000 if args.clip_model.endswith(("tiny", ".py")) else 3_000_000
+    small = args.clip_model.endswith(("tiny", ".py"))
+    args.total_timesteps = args.total_timesteps or (64_000 if small else 3_000_000)
+    args.evaluate_every = args.evaluate_every or (6_400 if small else 64_000)
     a_round = args.num_envs * args.episode_length
     random_steps = a_round * max(1, math.ceil(args.learning_starts / a_round))
     if args.evaluate is None and args.total_timesteps <= random_steps:

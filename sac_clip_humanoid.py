@@ -122,15 +122,14 @@ class Humanoids(gymnasium.vector.SyncVectorEnv):
     """
 
     def __init__(self, num_envs: int, args: Args):
-        what = {
-            f"include_{name}_in_observation": args.full_obs for name in ("cvel", "qfrc_actuator", "cfrc_ext")
-        }
-        what["exclude_current_positions_from_observation"] = False
-        super().__init__([lambda: gymnasium.make("Humanoid-v5", **what)] * num_envs)
+        full = ("cvel", "qfrc_actuator", "cfrc_ext")
+        options = {f"include_{name}_in_observation": args.full_obs for name in full}
+        options["exclude_current_positions_from_observation"] = False
+        super().__init__([lambda: gymnasium.make("Humanoid-v5", **options)] * num_envs)
         self.pool = ThreadPoolExecutor(THREADS)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """As in Gymnasium, without rewards. MuJoCo's C code lets other threads run: several robots move at once."""
+        """As in Gymnasium, without rewards; in MuJoCo's C code several robots move at once."""
         states = np.stack([*self.pool.map(self.move, self.envs, actions)])
         no = np.zeros(self.num_envs, dtype=bool)
         return states, no.astype(np.float32), no, no, {}

@@ -121,7 +121,7 @@ class Inline(ThreadPoolExecutor):
 def gpu(request, monkeypatch):
     """A machine with GPUs, until the test ends."""
     if torch.cuda.is_available():
-        pytest.skip("there is a real one")
+        pytest.skip("a pretended GPU is for machines without one; here the tests below use the real one")
     tensor, load, get_device = torch.tensor, torch.load, warp.get_device
     to_torch, render, current = warp.to_torch, mujoco_warp.render, []
 
@@ -321,7 +321,7 @@ def test_a_reward_program_works_beside_a_gpu(script, gpu, tmp_path, monkeypatch)
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU here")
+        pytest.skip("on a real GPU, and there is none here; on the CPU the same test runs")
     return request.param
 
 

@@ -535,7 +535,9 @@ def test_damaged_and_changed_files_are_a_line(copied, train):
         with pytest.raises(UsageError, match=message):
             train(script, "--resume", run_dir)
     torch.save(kept, run_dir / "checkpoint.pt")
-    for other in ("--num-envs=1", "--goal-baseline-alpha=0.25", "--prompt=a sentence of another goal"):
+    with pytest.raises(UsageError, match="can only be made longer"):
+        train(script, "--total-timesteps=720", "--resume", run_dir)
+    for other in ("--seed=4", "--num-envs=1", "--goal-baseline-alpha=0.25", "--prompt=of another goal"):
         with pytest.raises(UsageError, match=f"this run began with {other.partition('=')[0]}"):
             train(script, other, "--resume", run_dir)
 
@@ -604,6 +606,8 @@ def test_steps_are_ours_with_tiny_and_the_papers_with_other_models(script, ours,
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "--device", "cpu", "--clip-model", *words.split()])
         args = SCRIPTS[script].read_settings()
         assert args.total_timesteps == expected and str(os.getpid()) in args.run_dir
+        if script == "dqn_clip_cartpole":
+            assert args.evaluate_every == (6_400 if expected == ours else 64_000)
 
 
 @pytest.mark.slow
