@@ -59,7 +59,7 @@ class Args(RewardArgs):
     exploration_fraction: float = 0.25  # (0.1)
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    # Steps between two evaluations; the best policy is kept (default: 6,400 with tiny, else the paper's 64,000).
+    # steps between two evaluations; the best policy is kept (default: 6,400 with tiny, else as in the paper)
     evaluate_every: int | None = None
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
