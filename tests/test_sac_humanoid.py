@@ -130,8 +130,11 @@ POSES = {  # of these tasks, and of no others, the conditions hold
         kneel(), kneel(yaw=120), kneel(**RAISED), kneel(**ON_HIPS), kneel(**CROSSED),
         pose(15, hip_y=-70, knee=-155), pose(45, hip_y=-50, knee=-95),  # on the heels, bowing
     ],
-    "lotus-position": [pose(**LOTUS)],
-    "doing-splits": [splits(), splits(yaw=40), splits(knee=-22, hip_y=-85)],  # the last: hardly bent
+    "lotus-position": [pose(**LOTUS), pose(**LOTUS | {"hip_y": -90, "knee": -155, "pitch": 0})],  # plainly
+    "doing-splits": [
+        splits(), splits(yaw=40), splits(knee=-22, hip_y=-85),  # the last: hardly bent
+        splits(hip_x=-25, hip_y=-85, knee=-5),  # as wide as it can be, the feet 25 cm high
+    ],
     "standing-up": [
         stand(), pose(), stand(yaw=90), pose(hip_y=-30, knee=-50, pitch=10),
         stand(right_shoulder1=-84, right_shoulder2=20, right_elbow=-85),  # only one arm up
@@ -139,6 +142,8 @@ POSES = {  # of these tasks, and of no others, the conditions hold
         stand(shoulder1=42, shoulder2=-39, elbow=-85),  # hanging arms, 18 cm from the hips
         stand(shoulder1=-57, shoulder2=56, elbow=4),  # arms crossed in front of the face
         stand(shoulder1=27.5, shoulder2=35.4, elbow=-53.7),  # hands that merely touch
+        stand(12), stand(roll=12), stand(hip_x=-25),  # swaying, legs apart
+        stand(shoulder1=-40, shoulder2=35, elbow=-75),  # hands beside the face
     ],
     "standing-up arms-raised": [stand(**RAISED), stand(yaw=-70, **RAISED)],
     "standing-up hands-on-hips": [stand(**ON_HIPS)],
@@ -149,7 +154,10 @@ POSES = {  # of these tasks, and of no others, the conditions hold
         stand(lift=0.2, **RIGHT_UP), stand(50, **RIGHT_UP), kneel(60), splits(-60),  # falling over
         pose(45), pose(90), pose(-90), pose(80, hip_y=-80, knee=-90),  # lying, on all fours
         pose(hip_y=-90, knee=-5), pose(hip_y=-100, knee=-130),  # sitting, squatting
+        stand(-28), stand(28), stand(-20), stand(roll=28),  # stiff falls
+        kneel(40), kneel(55), kneel(-55), kneel(roll=40),
         stand(left_hip_y=-90, left_knee=-95, right_knee=-95),  # on one knee
+        kneel(left_hip_y=-95, left_knee=-8),  # one leg stretched forwards
         pose(hip_x=-20, hip_z=-30, hip_y=-60, knee=-155),  # kneeling wide on the heels
         splits(hip_z=-20, hip_y=-85), splits(knee=-40, hip_y=-91), splits(knee=-90, hip_y=-100),
     ],
