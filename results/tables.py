@@ -43,11 +43,11 @@ def write(path: Path, rows: list[dict]) -> None:
 # ---- The runs, CLAIM/KIND_SEED: script and options
 
 KINDS = {row["kind"]: row for row in read(HERE / "runs.csv")}
-RUNS = {
-    f"{kind}_{seed}": (row["script"], f"{row['options']} --seed {seed}".strip())
-    for kind, row in KINDS.items()
-    for seed in range(1, int(row["seeds"]) + 1)
-}
+RUNS = {}
+for kind, row in KINDS.items():
+    first, _, last = row["seeds"].partition("-")
+    for seed in range(int(first), int(last or first) + 1):
+        RUNS[f"{kind}_{seed}"] = row["script"], f"{row['options']} --seed {seed}".strip()
 TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("table1/")]
 CLAIMS = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 
@@ -65,6 +65,14 @@ COMMANDS = {  # what is not trained but printed as a table by other programs
 }
 
 # ---- Results become files
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share, of which `successes` of n were seen (Wilson, 1927)."""
+    z = 1.96
+    middle = (successes + z**2 / 2) / (n + z**2)
+    half = z / (n + z**2) * (successes * (n - successes) / n + z**2 / 4) ** 0.5
+    return middle - half, middle + half
 
 
 def describe() -> dict:
@@ -106,7 +114,9 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
             values = {tag: f"{curves[tag][step]:.4g}" for tag in tags}
             rounds.append({"run": name, "step": step} | values)
         row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
-        row |= {"steps_per_second": f"{harmonic_mean(speeds.values()):.0f}", "episodes": settings["episodes"]}
+        low, high = wilson(result["success_rate"] * settings["episodes"], settings["episodes"])
+        row |= {"success_low": f"{low:.3f}", "success_high": f"{high:.3f}", "episodes": settings["episodes"]}
+        row["steps_per_second"] = f"{harmonic_mean(speeds.values()):.0f}"
         row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
         row |= {key: settings[key] for key in ("clip_model", "precision", "device")}
         row |= json.loads(Path(f"{folder}.begun").read_text())
@@ -118,7 +128,7 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         strip = sheet.crop((0, 0, sheet.width, sheet.height // 4))
         strip = strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS)
         strip.save(frames, quality=85)
-        if name == "table1/kneeling_1":
+        if name == "table1/kneeling_101":
             film = iio.imread(folder / "result.mp4", plugin="pyav")  # three episodes
             iio.imwrite(output / "kneeling.gif", film[: len(film) // 3 : 2], duration=60, loop=0)
     write(output / "curves" / f"{claim}.csv", rounds)
@@ -164,6 +174,12 @@ def kind_of(row: dict) -> str:
     return row["run"].rpartition("_")[0]
 
 
+def spread(values: list[float], digits: int) -> str:
+    """Mean, and in brackets lowest and highest."""
+    mean, low, high = (f"{value:.{digits}f}" for value in (np.mean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
+
+
 def runs_table(*beginnings: str, output: Path) -> str:
     """A line for each kind of run, with the results of all its seeds."""
     found = [row for name in beginnings for row in read(output / f"{name.partition('/')[0]}.csv")]
@@ -171,18 +187,26 @@ def runs_table(*beginnings: str, output: Path) -> str:
     lines = []
     for kind, group in groupby(found, kind_of):
         rows = list(group)
+        success = [float(row["success_rate"]) for row in rows]
+        good = sum(rate >= 0.9 for rate in success)
+        low, high = wilson(good, len(rows))
+        first = []
+        late = []
         for row in rows:
             points = curve(output, row["run"])
-            success = points["success_rate"]
-            steps = [f"{step / 1000:.0f}k" for step in points["step"][success >= 0.9]]
-            row["first"] = [*steps, "never"][0]
-            row["late"] = f"{success[len(success) // 2 :].mean():.2f}"
-        columns = "success_rate", "clip_return", "ground_truth_return", "first", "late"
-        cells = [", ".join(row[column] for row in rows) for column in columns]
+            steps = points["step"][points["success_rate"] >= 0.9]
+            first.append(steps.min(initial=1e9))
+            late.append(points["success_rate"][len(points) // 2 :].mean())
+        middle = f"{np.median(first) / 1000:.0f}k" if np.median(first) < 1e9 else "never"
         what = KINDS[kind]
-        lines.append([what["called"], what["paper"], len(rows), *cells, commits(rows)])
-    head = "what | paper | seeds | success rate | CLIP return | ground-truth return"
-    head += " | steps to 90 % success | success in the second half of training | commit"
+        cells = [spread(success, 2), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
+        for name in ("clip_return", "ground_truth_return"):
+            cells.append(spread([float(row[name]) for row in rows], 1))
+        cells += [middle, spread(late, 2), commits(rows)]
+        lines.append([what["called"], what["paper"], what["seeds"], *cells])
+    head = "what | paper | seeds | success rate | runs at 0.9 or above (95 % interval of their share)"
+    head += " | CLIP return | ground-truth return | steps to 90 % success, median"
+    head += " | success in the second half of training | commit"
     return markdown(head, lines)
 
 
@@ -261,25 +285,29 @@ def show_frames(axis: plt.Axes, output: Path, run: str, title: str) -> None:
 
 
 def plot_curves(claim: str, output: Path) -> None:
-    """CLIP return and success of the runs CLAIM/default_*, mean and range, above frames of seed 1."""
-    rows = [row for row in read(output / f"{claim}.csv") if "/default_" in row["run"]]
-    curves = [curve(output, row["run"]) for row in rows]
+    """CLIP return and success, learned from either reward, above frames of the first run."""
+    rows = read(output / f"{claim}.csv")
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
     panels = [["clip_return", "success_rate"], ["frames", "frames"]]
     axes = figure.subplot_mosaic(panels, height_ratios=[3, 1])
-    steps = curves[0]["step"] / 1000
+    for kind, reward in ((kind_of(rows[0]), "CLIP"), (f"{claim}/truth", "ground truth")):
+        curves = [curve(output, row["run"]) for row in rows if kind_of(row) == kind]
+        if not curves:
+            continue
+        steps = curves[0]["step"] / 1000
+        for column in ("clip_return", "success_rate"):
+            values = np.stack([points[column] for points in curves])  # (seeds, rounds)
+            low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=0)
+            axes[column].plot(steps, middle, label=f"learned from {reward}, median of {len(curves)} seeds")
+            axes[column].fill_between(steps, low, high, alpha=0.25, label="half of the seeds")
     for column in ("clip_return", "success_rate"):
-        axis = axes[column]
-        values = np.stack([points[column] for points in curves])  # (seeds, rounds)
-        axis.fill_between(steps, values.min(0), values.max(0), alpha=0.25, label="range")
-        axis.plot(steps, values.mean(0), label=f"mean of {len(rows)} seeds")
-        axis.set_xlabel("environment steps, thousands")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="small", loc="lower right")
+        axes[column].set_xlabel("environment steps, thousands")
+        axes[column].grid(alpha=0.3)
+    axes["success_rate"].legend(fontsize="small", loc="lower right")
     axes["clip_return"].set_title("what the agent learns from")
     axes["clip_return"].set_ylabel("CLIP return: sum of an episode's rewards")
     axes["success_rate"].set(title="never shown to it", ylabel="success rate of a round (1: every episode)")
-    title = "an episode after training, seed 1, from its first to its last step"
+    title = f"an episode after training, seed {rows[0]['seed']}, from its first to its last step"
     show_frames(axes["frames"], output, rows[0]["run"], title)
     figure.suptitle(f"“{rows[0]['prompt']}”", fontsize="medium")
 
