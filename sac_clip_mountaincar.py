@@ -65,7 +65,7 @@ class Args(RewardArgs):
     noise_correlation: float = 0.917  # of the exploration noise from step to step (see the top); 0: SAC's own
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    evaluate_every: int = 64_000  # steps between two evaluations; the best policy is kept
+    evaluate_every: int = 64_000  # steps between two evaluations; the newest of the best is kept
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
     evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
@@ -496,8 +496,8 @@ def train(args: Args, labeller: Labeller) -> None:
             frames = pictures(states[:, :1], labels[:, :1, 0], 8, args)[:, 0]
             writer.add_images("frames", frames, global_step, dataformats="NHWC")
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
-            if earned > best_return:
-                best_return = earned
+            best_return = max(best_return, earned)
+            if earned >= best_return - 0.001 * abs(best_return):  # of what earns alike, the newest
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)

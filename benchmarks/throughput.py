@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -92,9 +93,10 @@ def parts(script: ModuleType, settings) -> tuple:
     if script.__name__ == "dqn_clip_cartpole":
         envs = script.CartPole(settings.num_envs)
         rb = script.ReplayBuffer(settings, device)
-        policy = script.QNetwork().to(device)
+        policy = script.QNetwork(settings).to(device)
         dqn = policy, deepcopy(policy), torch.optim.Adam(policy.parameters(), fused=True)
-        return envs, policy, rb, lambda k: script.dqn_update(*dqn, rb.sample(size), settings)
+        sample = partial(rb.sample, size, settings.n_step)
+        return envs, policy, rb, lambda k: script.dqn_update(*dqn, sample(), settings)
 
     if script.__name__ == "sac_clip_mountaincar":
         envs = script.MountainCar(settings.num_envs)

@@ -240,7 +240,7 @@ def test_a_run_on_gpus_is_that_on_a_cpu(script, run, gpu, tmp_path, monkeypatch)
 
 
 DEFECTS = [
-    ("dqn_clip_cartpole", "target_network = deepcopy(q_network)", "target_network = QNetwork()"),
+    ("dqn_clip_cartpole", "target_network = deepcopy(q_network)", "target_network = QNetwork(args)"),
     ("dqn_clip_cartpole", "device = labeller.device", "device = torch.device(args.device)"),
     ("dqn_clip_cartpole", "policy = deepcopy(target_network).cpu()", "policy = deepcopy(target_network)"),
     ("dqn_clip_cartpole", "(batch_size,), device=self.rewards.device)", "(batch_size,))"),

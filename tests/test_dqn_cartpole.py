@@ -116,7 +116,7 @@ def test_frames_are_gymnasiums_and_each_states_own(name, render, low, high, limi
 PROGRAM = Path(__file__).parent.parent / "code_reward/programs/mountaincar.py"
 HUMANOID = partial(sac_clip_humanoid.ReplayBuffer, 177)
 BUFFERS = [  # class, settings, n of n-step returns, whether rewards are standardized
-    (dqn_clip_cartpole.ReplayBuffer, Args(), [], True),
+    (dqn_clip_cartpole.ReplayBuffer, Args(), [3], True),
     (sac_clip_mountaincar.ReplayBuffer, sac_clip_mountaincar.Args(), [], False),
     (HUMANOID, sac_clip_humanoid.Args(), [3], True),
     (HUMANOID, sac_clip_humanoid.Args(standardize_rewards=False), [1], False),
@@ -161,15 +161,16 @@ def test_replay_buffer_keeps_the_newest_rounds_and_pairs_states(Buffer, args, n_
 def test_one_update_is_dqns(scale):
     """Calculated again in float64."""
     torch.manual_seed(0)
-    q_network, target_network = (QNetwork().double() for _ in range(2))
+    args = Args(gamma=0.9, tau=0.1, n_step=2, layer_norm=scale == 1)
+    q_network, target_network = (QNetwork(args).double() for _ in range(2))
     q_before, target_before = deepcopy((q_network, target_network))
     obs, next_obs = scale * torch.randn(2, 32, 4).double()
     actions = torch.randint(2, (32,))
-    rewards = 5 * torch.rand(32).double()
+    rewards = 5 * torch.rand(2, 32).double()
     optimizer = torch.optim.SGD(q_network.parameters(), lr=0.1)
     batch = (obs, next_obs, actions, rewards)
-    losses = dqn_update(q_network, target_network, optimizer, batch, Args(gamma=0.9, tau=0.1))
-    td_target = rewards + 0.9 * target_before(next_obs).amax(1).detach()
+    losses = dqn_update(q_network, target_network, optimizer, batch, args)
+    td_target = rewards[0] + 0.9 * rewards[1] + 0.81 * target_before(next_obs).amax(1).detach()
     error = (q_before(obs)[torch.arange(32), actions] - td_target).abs()
     loss = torch.where(error < 1, 0.5 * error**2, error - 0.5).mean()  # Huber's
     gradient = flat(torch.autograd.grad(loss, [*q_before.parameters()]))

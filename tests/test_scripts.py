@@ -45,7 +45,7 @@ ENVS = {
     "sac_clip_humanoid": sac_clip_humanoid.Humanoids,
 }
 POLICY = {  # what acts, with new weights
-    "dqn_clip_cartpole": lambda args: dqn_clip_cartpole.QNetwork(),
+    "dqn_clip_cartpole": dqn_clip_cartpole.QNetwork,
     "sac_clip_mountaincar": lambda args: sac_clip_mountaincar.Actor(),
     "sac_clip_humanoid": lambda args: sac_clip_humanoid.SAC(177, args).policy,
 }
@@ -309,9 +309,11 @@ def test_a_run_leaves_what_it_promises(unbroken):
     assert [event.step for event in events.Images("frames")][:3] == [240, 480, 720]
     evaluations = curve(run_dir, "evaluation/clip_return")
     assert [step for step, _ in evaluations] == list(range(240, 1441, 240))
-    best_step, best_return = max(evaluations, key=lambda event: event[1])
-    best = load(run_dir / "best.pt")
-    assert best["step"] == best_step and best["best_return"] == pytest.approx(best_return, rel=1e-6)
+    highest = [max(earned for _, earned in evaluations[: k + 1]) for k in range(len(evaluations))]
+    alike = [k for k, (_, earned) in enumerate(evaluations) if earned >= 0.999 * highest[k]]
+    best = load(run_dir / "best.pt")  # the newest of those that earn what the best before earns, within 0.1 %
+    assert best["step"] == evaluations[alike[-1]][0]
+    assert best["best_return"] == pytest.approx(highest[alike[-1]], rel=1e-6)
 
 
 def test_the_rounds_are_what_was_played_and_clips_rewards_of_the_states_after_the_steps(unbroken):
