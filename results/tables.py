@@ -94,7 +94,7 @@ def about() -> None:
 
 
 def store(claim: str, run_dir: Path, output: Path) -> None:
-    """The runs of a claim, all finished -> CLAIM.csv, curves/CLAIM.csv, and frames."""
+    """The finished runs of a claim -> CLAIM.csv, curves/CLAIM.csv, and frames."""
     import imageio.v3 as iio
     from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -102,7 +102,9 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
     rows = []
     rounds = []
     tags = ("clip_return", "ground_truth_return", "success_rate")
-    for name in [name for name in RUNS if name.startswith(f"{claim}/")]:
+    for name in RUNS:
+        if not name.startswith(f"{claim}/") or not Path(f"{run_dir}/{name}.finished").exists():
+            continue
         folder = run_dir / name
         script, options = RUNS[name]
         result = json.loads((folder / "result.json").read_text())
