@@ -650,21 +650,23 @@ def low(p: Points, part: str, radius: float, above: float = TOUCH) -> torch.Tens
     return torch.maximum(p[f"right_{part}"][..., 2], p[f"left_{part}"][..., 2]) <= radius + above
 
 
-def off_balance(p: Points) -> torch.Tensor:
-    """How far the head is from being above the line between the feet that are on the floor (N,), m."""
-    right, left = p["right_foot"], p["left_foot"]
-    one = torch.where((right[..., 2] <= FOOT + TOUCH)[..., None], right, left)[..., :2]
-    other = torch.where((left[..., 2] <= FOOT + TOUCH)[..., None], left, right)[..., :2]
+def off_balance(p: Points, part: str, radius: float) -> torch.Tensor:
+    """How far the head is from above the line between the feet, or knees, that are on the floor (N,), m."""
+    right, left = p[f"right_{part}"], p[f"left_{part}"]
+    one = torch.where((right[..., 2] <= radius + TOUCH)[..., None], right, left)[..., :2]
+    other = torch.where((left[..., 2] <= radius + TOUCH)[..., None], left, right)[..., :2]
     head = p["head"][..., :2]
     along = ((head - one) * (other - one)).sum(-1) / (other - one).square().sum(-1).clamp(min=1e-8)
     return (one + along.clamp(0, 1)[..., None] * (other - one) - head).norm(dim=-1)
 
 
 def kneeling(p: Points) -> torch.Tensor:
-    """Both knees on the floor and bent, a foot near it, in balance, not sitting lower than on the heels."""
+    """Both knees on the floor and bent, upright, not falling: a foot near the floor or the head above the
+    knees; not sitting lower than on the heels."""
+    legs = low(p, "knee", KNEE) & (torch.minimum(bend(p, "right"), bend(p, "left")) >= 60)
     feet = torch.minimum(p["right_foot"][..., 2], p["left_foot"][..., 2])
-    legs = low(p, "knee", KNEE) & (torch.minimum(bend(p, "right"), bend(p, "left")) >= 60) & (feet <= 0.2)
-    return legs & (tilt(p) <= 50) & (p["seat"][..., 2] > SEAT + 2 * FOOT)
+    balance = (feet <= 0.2) | (off_balance(p, "knee", KNEE) <= 0.35)
+    return legs & balance & (tilt(p) <= 50) & (p["seat"][..., 2] > SEAT + 2 * FOOT)
 
 
 def lotus_position(p: Points) -> torch.Tensor:
@@ -679,7 +681,7 @@ def standing_up(p: Points) -> torch.Tensor:
     """On a foot and in balance, the trunk within 30° of upright, the head at four fifths of its 1.48 m."""
     feet = torch.minimum(p["right_foot"][..., 2], p["left_foot"][..., 2])
     upright = (tilt(p) <= 30) & (p["head"][..., 2] >= 1.2)
-    return (feet <= FOOT + TOUCH) & upright & (off_balance(p) <= 0.35)
+    return (feet <= FOOT + TOUCH) & upright & (off_balance(p, "foot", FOOT) <= 0.35)
 
 
 def arms_raised(p: Points) -> torch.Tensor:

@@ -205,7 +205,8 @@ def runs_table(*beginnings: str, output: Path) -> str:
         for name in ("clip_return", "ground_truth_return"):
             cells.append(spread([float(row[name]) for row in rows], 1))
         cells += [middle, spread(late, 2), commits(rows)]
-        lines.append([what["called"], what["paper"], what["seeds"], *cells])
+        seeds = "-".join(dict.fromkeys((rows[0]["seed"], rows[-1]["seed"])))
+        lines.append([what["called"], what["paper"], seeds, *cells])
     head = "what | paper | seeds | success rate | runs at 0.9 or above (95 % interval of their share)"
     head += " | CLIP return | ground-truth return | steps to 90 % success, median"
     head += " | success in the second half of training | commit"

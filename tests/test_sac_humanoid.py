@@ -129,6 +129,7 @@ POSES = {  # of these tasks, and of no others, the conditions hold
     "kneeling": [
         kneel(), kneel(yaw=120), kneel(**RAISED), kneel(**ON_HIPS), kneel(**CROSSED),
         pose(15, hip_y=-70, knee=-155), pose(45, hip_y=-50, knee=-95),  # on the heels, bowing
+        pose(hip_y=-5, knee=-140),  # upright on the knees alone, the feet in the air
     ],
     "lotus-position": [pose(**LOTUS), pose(**LOTUS | {"hip_y": -90, "knee": -155, "pitch": 0})],  # plainly
     "doing-splits": [
