@@ -73,7 +73,7 @@ class Args(RewardArgs):
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round (100)
     policy_frequency: int = 2  # updates of the critics for each of the actor (1)
-    learning_starts: int = 1_600  # rounds that begin before this step are random, nothing is learned (50,000)
+    learning_starts: int = 6_400  # rounds that begin before this step are random, nothing is learned (50,000)
     learning_rate: float = 6e-4  # of Adam, for actor, critics and entropy coefficient
     anneal_lr: bool = True  # it falls to 0 (not)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default)
