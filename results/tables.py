@@ -17,7 +17,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from statistics import harmonic_mean
+from statistics import harmonic_mean, median_high
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -72,7 +72,7 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     z = 1.96
     middle = (successes + z**2 / 2) / (n + z**2)
     half = z / (n + z**2) * (successes * (n - successes) / n + z**2 / 4) ** 0.5
-    return middle - half, middle + half
+    return max(middle - half, 0.0), min(middle + half, 1.0)  # rounding may lead outside
 
 
 def describe() -> dict:
@@ -199,7 +199,8 @@ def runs_table(*beginnings: str, output: Path) -> str:
             steps = points["step"][points["success_rate"] >= 0.9]
             first.append(steps.min(initial=1e9))
             late.append(points["success_rate"][len(points) // 2 :].mean())
-        middle = f"{np.median(first) / 1000:.0f}k" if np.median(first) < 1e9 else "never"
+        steps = median_high(first)
+        middle = f"{steps / 1000:.0f}k" if steps < 1e9 else "never"
         what = KINDS[kind]
         cells = [spread(success, 2), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
         for name in ("clip_return", "ground_truth_return"):

@@ -97,6 +97,20 @@ def test_tables_tell_rows_of_earlier_weights(tmp_path):
     assert "| abc (earlier weights) |\n" in filled
 
 
+def test_wilsons_interval_and_medians_of_runs_that_never_succeed(tmp_path):
+    assert tables.wilson(19, 20) == pytest.approx((0.7639, 0.9911), abs=1e-4)
+    assert tables.wilson(0, 1)[0] == 0 and tables.wilson(1, 1)[1] == 1
+    columns = {"clip_return": "1", "ground_truth_return": "2", "commit": "abc", "tiny": tables.TINY}
+    runs = {
+        f"prompts/rewording-1_{seed}": {"seed": seed, "success_rate": rate} for seed, rate in ((1, 1), (2, 0))
+    }
+    tables.write(tmp_path / "prompts.csv", [{"run": name} | run | columns for name, run in runs.items()])
+    points = [{"run": name, "step": 1000, "success_rate": run["success_rate"]} for name, run in runs.items()]
+    tables.write(tmp_path / "curves" / "prompts.csv", points)
+    filled = tables.fill_in("<!-- results: prompts -->\n<!-- end -->", tmp_path)
+    assert "| 1-2 | 0.50 (0.00 to 1.00) | 1 of 2 (0.09 to 0.91) |" in filled and "| never | 0.50 (" in filled
+
+
 TOY = """
 SHORT = "--total-timesteps 2400 --num-envs 4 --episode-length 30 --learning-starts 240 --gradient-steps 2"
 RUNS = {f"cartpole/fp32_{seed}": ("dqn_clip_cartpole", f"{SHORT} --seed {seed}") for seed in (1, 2)}
