@@ -51,21 +51,23 @@ class Args(RewardArgs):
     reward: Literal["clip", "ground-truth"] = "clip"  # ground-truth, for reference: 1 per step at the goal
     textures: Literal["realistic", "original"] = "realistic"  # mountains with a red car, or Gymnasium's
     seed: int = 1  # of weights, start states and exploration
-    total_timesteps: int | None = None  # of all environments (default: 320,000 with tiny, else 3,000,000)
+    total_timesteps: int | None = None  # of all environments (default: 64,000 with tiny, else 3,000,000)
     num_envs: int = 16  # environments side by side
     episode_length: int = 200  # steps; a round is one episode in every environment
     gradient_steps: int = 200  # updates per round: one for each step of all, as in Stable-Baselines3
     learning_starts: int = 3_200  # rounds that begin before this step are random, nothing is learned (100)
-    learning_rate: float = 1e-4  # of Adam, for actor and critics
+    learning_rate: float = 3e-4  # of Adam, for actor and critics (1e-4)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds (Stable-Baselines3's default)
     gamma: float = 0.9999  # discount factor
+    n_step: int = 5  # rewards summed before the critics' value stands for the rest (1)
     tau: float = 0.01  # how far the targets follow the critics at each update: 0 not at all, 1 all the way
     batch_size: int = 256  # transitions per update (Stable-Baselines3's default)
     ent_coef: float = 0.1  # weight of the policy's entropy in its objective, fixed
     noise_correlation: float = 0.917  # of the exploration noise from step to step (see the top); 0: SAC's own
 
     run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    evaluate_every: int = 64_000  # steps between two evaluations; the newest of the best is kept
+    # steps between two evaluations; the newest of the best is kept (default: 6,400 with tiny) (64,000)
+    evaluate_every: int | None = None
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder; its settings hold, but for those named
     evaluate: str | None = None  # only evaluate this checkpoint, with its settings, but for those named
@@ -275,13 +277,15 @@ class ReplayBuffer:
         self.rewards[i] = rewards
         self.rounds += 1
 
-    def sample(self, batch_size: int) -> tuple[torch.Tensor, ...]:
-        """Transitions, uniformly with replacement -> obs, next_obs (B, S), actions (B, A), rewards (B,)."""
+    def sample(self, batch_size: int, n_step: int) -> tuple[torch.Tensor, ...]:
+        """Uniformly -> obs (B, S), those n_step later, actions (B, A), rewards between (n_step, B)."""
         _, steps, num_envs = self.rewards.shape
-        size = min(self.rounds, self.capacity) * steps * num_envs
+        starts = steps - n_step + 1  # nothing reaches beyond the end of an episode
+        size = min(self.rounds, self.capacity) * starts * num_envs
         k = torch.randint(size, (batch_size,), device=self.rewards.device)
-        i, t, n = k // (steps * num_envs), k // num_envs % steps, k % num_envs
-        return self.states[i, t, n], self.states[i, t + 1, n], self.actions[i, t, n], self.rewards[i, t, n]
+        i, t, n = k // (starts * num_envs), k // num_envs % starts, k % num_envs
+        rewards = torch.stack([self.rewards[i, t + j, n] for j in range(n_step)])
+        return self.states[i, t, n], self.states[i, t + n_step, n], self.actions[i, t, n], rewards
 
 
 # ---- Networks and update
@@ -351,10 +355,11 @@ class SAC(nn.Module):
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
     """One update by a batch of transitions -> what to log."""
     obs, next_obs, actions, rewards = batch
-    with torch.no_grad():  # every next state bootstraps: see ReplayBuffer
+    n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
+    with torch.no_grad():  # every last state bootstraps: see ReplayBuffer; steps before it earn no entropy
         next_actions, next_log_prob = squash(*sac.policy(next_obs), torch.randn_like(actions))
         next_q = torch.min(*sac.target_critics(next_obs, next_actions))
-        td_target = rewards + args.gamma * (next_q - args.ent_coef * next_log_prob)
+        td_target = n_step_return + args.gamma**args.n_step * (next_q - args.ent_coef * next_log_prob)
     q_values = sac.critics(obs, actions)
     qf_loss = (q_values - td_target).square().mean(dim=1).sum()
     optimizers["q_optimizer"].zero_grad()
@@ -459,7 +464,7 @@ def train(args: Args, labeller: Labeller) -> None:
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
             for _ in range(args.gradient_steps):
-                batch = rb.sample(args.batch_size)
+                batch = rb.sample(args.batch_size, args.n_step)
                 for name, loss in sac_update(sac, optimizers, batch, args).items():
                     losses[name].append(loss)
 
@@ -634,8 +639,9 @@ def read_settings() -> Args:
     if args.clip_model is None and args.reward == "ground-truth":
         args.clip_model = "tiny"
     args.complete()
-    if args.total_timesteps is None:
-        args.total_timesteps = 320_000 if args.clip_model.endswith(("tiny", ".py")) else 3_000_000
+    small = args.clip_model.endswith(("tiny", ".py"))
+    args.total_timesteps = args.total_timesteps or (64_000 if small else 3_000_000)
+    args.evaluate_every = args.evaluate_every or (6_400 if small else 64_000)
     a_round = args.num_envs * args.episode_length
     random_steps = a_round * max(1, math.ceil(args.learning_starts / a_round))
     if args.evaluate is None and args.total_timesteps <= random_steps:

@@ -103,7 +103,8 @@ def parts(script: ModuleType, settings) -> tuple:
         rb = script.ReplayBuffer(settings, device)
         sac = script.SAC().to(device)
         optimizers = sac.optimizers(settings.learning_rate)
-        return envs, sac.policy, rb, lambda k: script.sac_update(sac, optimizers, rb.sample(size), settings)
+        sample = partial(rb.sample, size, settings.n_step)
+        return envs, sac.policy, rb, lambda k: script.sac_update(sac, optimizers, sample(), settings)
 
     envs = script.Humanoids(settings.num_envs, settings)
     envs.pool = ThreadPoolExecutor(1)  # alone on one core, as the other phases
@@ -154,8 +155,7 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
         model, shown = model_and_note(model, folder)
         options = {"clip_model": model, "precision": precision, "device": args.device, "num_envs": num_envs}
         options |= {"clip_batch_size": batch_size, "episode_length": length, "gradient_steps": updates}
-        if hasattr(defaults, "n_step"):
-            options["n_step"] = min(defaults.n_step, length)  # an episode of 4,096 environments has two steps
+        options["n_step"] = min(defaults.n_step, length)  # an episode of 4,096 environments has two steps
         settings = script.Args(prompt=("a car",), **settings_of_loop(name, options, args.rounds))
 
         # The phases alone.

@@ -75,11 +75,11 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return max(middle - half, 0.0), min(middle + half, 1.0)  # rounding may lead outside
 
 
-def describe() -> dict:
-    """The last commit of what results depend on, bundled weights and machine of now."""
+def describe(*code: str) -> dict:
+    """The last commit of this code or the bundled weights, these weights, and machine of now."""
 
     def git(*words: str) -> str:
-        command = ["git", *words, "--", "*.py", "tiny_clip/*.safetensors", ":!tests", ":!results"]
+        command = ["git", *words, "--", *code, "tiny_clip/*.safetensors", ":!tests", ":!results"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     commit = git("log", "-1", "--format=%h")
@@ -88,9 +88,9 @@ def describe() -> dict:
     return {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "commit": commit, "tiny": TINY}
 
 
-def about() -> None:
-    """Print that, for a run that begins."""
-    print(json.dumps(describe()))
+def about(script: str) -> None:
+    """Print that of a script, for a run that begins."""
+    print(json.dumps(describe(f"{script}.py", "clip_reward.py")))
 
 
 def store(claim: str, run_dir: Path, output: Path) -> None:
@@ -142,13 +142,13 @@ def printed(name: str, output: Path) -> None:
     lines = sys.stdin.read().splitlines()
     first = next(k for k, line in enumerate(lines) if line.startswith("| "))
     head, *table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    how = {"what": lines[first - 1], "command": COMMANDS[name]} | describe()
+    how = {"what": lines[first - 1], "command": COMMANDS[name]} | describe("*.py")
     write(output / f"{name}.csv", [dict(zip(head, cells)) | how for cells in table])
 
 
 def judged(path: Path) -> None:
     """Add commit, weights and machine to a table of reward_check/reward_models.py."""
-    write(path, [row | describe() for row in read(path)])
+    write(path, [row | describe("*.py") for row in read(path)])
 
 
 # ---- The tables of README.md, each a function of the CSV files

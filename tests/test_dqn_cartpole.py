@@ -116,15 +116,15 @@ def test_frames_are_gymnasiums_and_each_states_own(name, render, low, high, limi
 PROGRAM = Path(__file__).parent.parent / "code_reward/programs/mountaincar.py"
 HUMANOID = partial(sac_clip_humanoid.ReplayBuffer, 177)
 BUFFERS = [  # class, settings, n of n-step returns, whether rewards are standardized
-    (dqn_clip_cartpole.ReplayBuffer, Args(), [3], True),
-    (sac_clip_mountaincar.ReplayBuffer, sac_clip_mountaincar.Args(), [], False),
-    (HUMANOID, sac_clip_humanoid.Args(), [3], True),
-    (HUMANOID, sac_clip_humanoid.Args(standardize_rewards=False), [1], False),
+    (dqn_clip_cartpole.ReplayBuffer, Args(), 3, True),
+    (sac_clip_mountaincar.ReplayBuffer, sac_clip_mountaincar.Args(), 5, False),
+    (HUMANOID, sac_clip_humanoid.Args(), 3, True),
+    (HUMANOID, sac_clip_humanoid.Args(standardize_rewards=False), 1, False),
 ]
 
 
-@pytest.mark.parametrize("Buffer, args, n_step, standardized", BUFFERS)
-def test_replay_buffer_keeps_the_newest_rounds_and_pairs_states(Buffer, args, n_step, standardized):
+@pytest.mark.parametrize("Buffer, args, n, standardized", BUFFERS)
+def test_replay_buffer_keeps_the_newest_rounds_and_pairs_states(Buffer, args, n, standardized):
     """In round k step t of environment i has the state 1000 k + 10 t + i, and as reward its tenfold."""
 
     def make(steps: int, num_envs: int, buffer_size: int):
@@ -136,16 +136,15 @@ def test_replay_buffer_keeps_the_newest_rounds_and_pairs_states(Buffer, args, n_
         shape = rb.actions.shape[1:]
         rb.add(states, states[:-1, :, : math.prod(shape[2:])].reshape(shape) % 2, rewards)
 
-    n = sum(n_step) or 1
-    rb = make(5, 3, 50)
-    rounds = [1000.0 * k + 10 * torch.arange(6)[:, None] + torch.arange(3) for k in range(7)]
+    rb = make(6, 3, 60)
+    rounds = [1000.0 * k + 10 * torch.arange(7)[:, None] + torch.arange(3) for k in range(7)]
     for k, numbers in enumerate(rounds):
         add(rb, numbers, 10 * numbers[:-1])
-        assert rb.rounds == k + 1 and rb.capacity == 4  # 50 transitions in whole rounds
-        obs, next_obs, actions, rewards = rb.sample(3000, *n_step)
+        assert rb.rounds == k + 1 and rb.capacity == 4  # 60 transitions in whole rounds
+        obs, next_obs, actions, rewards = rb.sample(3000, n)
         kept = torch.stack(rounds[max(0, k - 3) : k + 1])[:, :-1]
         starts, counts = obs[:, 0].unique(return_counts=True)
-        assert torch.equal(starts, kept[:, : 6 - n].flatten()) and counts.min() > 0.5 * counts.float().mean()
+        assert torch.equal(starts, kept[:, : 7 - n].flatten()) and counts.min() > 0.5 * counts.float().mean()
         assert torch.equal(next_obs, obs + 10 * n) and (actions.view(3000, -1) == obs[:, :1] % 2).all()
         expected = torch.stack([10 * obs[:, 0] + 100 * step for step in range(n)])
         if standardized:
@@ -154,7 +153,7 @@ def test_replay_buffer_keeps_the_newest_rounds_and_pairs_states(Buffer, args, n_
     for steps, num_envs in ((n, 1), (100, 16)):  # equal rewards: a single transition, and many
         rb = make(steps, num_envs, 1)
         add(rb, torch.zeros(steps + 1, num_envs), torch.full((steps, num_envs), 0.7))
-        assert (rb.sample(50, *n_step)[3] == (0 if standardized else torch.tensor(0.7))).all()
+        assert (rb.sample(50, n)[3] == (0 if standardized else torch.tensor(0.7))).all()
 
 
 @pytest.mark.parametrize("scale", [1, 100])  # of the observations: with the larger one gradients are cut

@@ -76,7 +76,7 @@ def test_every_run_has_settings_that_its_script_takes(name):
 def test_a_printed_table_becomes_a_csv_file_and_a_table_again(tmp_path, monkeypatch):
     text = "tiny on cpu\n| script | ours |\n|---|---|\n| a | 1.0 (0.9 to 1.1) |\n| b | 2 |\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    monkeypatch.setattr(tables, "describe", lambda: {"commit": "abc", "tiny": "def"})
+    monkeypatch.setattr(tables, "describe", lambda *code: {"commit": "abc", "tiny": "def"})
     tables.printed("compare", tmp_path)
     rows = tables.read(tmp_path / "compare.csv")
     assert [row["script"] for row in rows] == ["a", "b"] and rows[0]["what"] == "tiny on cpu"

@@ -99,7 +99,7 @@ def test_one_update_is_sacs(script, settings):
             weight.data += 0.02 * torch.randn_like(weight)
     states = 0.3 * torch.randn(2, 16, 2 if is_car else 4).double()
     actions = torch.rand(16, script.ACTION_SIZE).double() * 2 - 1
-    rewards = torch.rand(1 if is_car else args.n_step, 16).double()
+    rewards = torch.rand(args.n_step, 16).double()
     scaled = states[:, :, -2:]  # the humanoid's place on the floor is not seen
     if not is_car and args.normalize_obs:
         sac.obs_norm.update(0.5 * torch.randn(100, 2) + 0.1)
@@ -108,7 +108,7 @@ def test_one_update_is_sacs(script, settings):
     old = deepcopy(sac)
     groups = {name: adam.param_groups[0]["params"] for name, adam in sac.optimizers(0.1).items()}
     optimizers = {name: torch.optim.SGD(group, 0.1) for name, group in groups.items()}
-    batch = (*states, actions, rewards[0] if is_car else rewards)
+    batch = (*states, actions, rewards)
     torch.manual_seed(1)
     script.sac_update(sac, optimizers, batch, *([] if is_car else [True]), args)
     torch.manual_seed(1)
