@@ -307,7 +307,7 @@ def plot_curves(claim: str, output: Path) -> None:
     for column in ("clip_return", "success_rate"):
         axes[column].set_xlabel("environment steps, thousands")
         axes[column].grid(alpha=0.3)
-    axes["success_rate"].legend(fontsize="small", loc="lower right")
+    axes["success_rate"].legend(fontsize="small", loc="center right")
     axes["clip_return"].set_title("what the agent learns from")
     axes["clip_return"].set_ylabel("CLIP return: sum of an episode's rewards")
     axes["success_rate"].set(title="never shown to it", ylabel="success rate of a round (1: every episode)")
