@@ -302,12 +302,12 @@ def plot_curves(claim: str, output: Path) -> None:
         for column in ("clip_return", "success_rate"):
             values = np.stack([points[column] for points in curves])  # (seeds, rounds)
             low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=0)
-            axes[column].plot(steps, middle, label=f"learned from {reward}, median of {len(curves)} seeds")
+            axes[column].plot(steps, middle, label=f"from {reward}, median of {len(curves)} seeds")
             axes[column].fill_between(steps, low, high, alpha=0.25, label="half of the seeds")
     for column in ("clip_return", "success_rate"):
         axes[column].set_xlabel("environment steps, thousands")
         axes[column].grid(alpha=0.3)
-    axes["success_rate"].legend(fontsize="small", loc="center right")
+    axes["clip_return"].legend(fontsize="small", loc="lower right")
     axes["clip_return"].set_title("what the agent learns from")
     axes["clip_return"].set_ylabel("CLIP return: sum of an episode's rewards")
     axes["success_rate"].set(title="never shown to it", ylabel="success rate of a round (1: every episode)")
