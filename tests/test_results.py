@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -83,6 +84,32 @@ def test_a_printed_table_becomes_a_csv_file_and_a_table_again(tmp_path, monkeypa
     one, both = (tables.printed_table("compare", *more, output=tmp_path) for more in ((), ("none",)))
     assert one.splitlines()[2] == "| a | 1.0 (0.9 to 1.1) | abc |"
     assert both.splitlines()[0] == "| CLIP model | script | ours | commit |"
+
+
+def test_a_run_names_the_last_commit_of_its_own_script(tmp_path, monkeypatch, capsys):
+    """A change elsewhere does not make it look old; one that is not committed shows."""
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, capture_output=True, text=True
+        ).stdout.strip()
+
+    def about(script: str) -> str:
+        tables.about(script)
+        return json.loads(capsys.readouterr().out)["commit"]
+
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    git("init")
+    commits = []
+    for name in ("clip_reward", "one", "other"):
+        (tmp_path / f"{name}.py").write_text("1\n")
+        git("add", ".")
+        git("commit", "-m", name)
+        commits.append(git("log", "-1", "--format=%h"))
+    assert [about("one"), about("other"), about("third")] == [commits[1], commits[2], commits[0]]
+    (tmp_path / "one.py").write_text("2\n")
+    assert about("one") == f"{commits[1]} and changes" and about("other") == commits[2]
 
 
 def test_tables_tell_rows_of_earlier_weights(tmp_path):
