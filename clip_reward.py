@@ -68,19 +68,18 @@ def goal_baseline_reward(
 
 
 def contrastive_reward(
-    embeddings: torch.Tensor, goal: torch.Tensor, negatives: torch.Tensor, temperature: float, threshold=None
+    embeddings: torch.Tensor, goal: torch.Tensor, negatives: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Probability of the goal among it and the negatives (Baumli et al., Section 3).
 
     With s, g, n₁ … n_K the unit embeddings of frame, goal and negatives and the temperature τ,
 
-        p(s) = exp(s·g / τ) / [ exp(s·g / τ) + Σ_k exp(s·n_k / τ) ],
+        R(s) = exp(s·g / τ) / [ exp(s·g / τ) + Σ_k exp(s·n_k / τ) ].
 
-    R(s) = p(s), or with a threshold β: 1 if p(s) > β, else 0. s (N, D), g (D,), negatives (K, D) -> (N,).
+    s (N, D), g (D,), negatives (K, D) -> (N,).
     """
     logits = embeddings @ torch.cat([goal[None], negatives]).T / temperature  # (N, 1 + K)
-    p = logits.softmax(dim=1)[:, 0]
-    return p if threshold is None else (p > threshold).float()
+    return logits.softmax(dim=1)[:, 0]
 
 
 class CLIPReward(torch.nn.Module):
@@ -93,7 +92,8 @@ class CLIPReward(torch.nn.Module):
         alpha: the regularization strength α in [0, 1]; a baseline is only needed above 0.
         batch_size, precision: frames encoded at once, in `fp32` or `bf16`; rewards are float32 all the same.
         negative_prompts: what else there might be to see; with them α and baseline do not count.
-        temperature, threshold: τ (default: the model's own, 1 / its logit scale) and β.
+        temperature: τ of the contrastive reward (default: the model's own, 1 / its logit scale).
+        threshold: β; with it the reward is 1 where R(s) > β, else 0 (as in Baumli et al.).
 
     Raises UsageError for what the user got wrong of these, before the weights are loaded if possible.
     """
@@ -110,14 +110,14 @@ class CLIPReward(torch.nn.Module):
         lists = ([texts] if isinstance(texts, str) else list(texts) for texts in lists)
         prompts, baseline_prompts, negative_prompts = lists
         texts = prompts + baseline_prompts + negative_prompts
-        if not 0 <= alpha <= 1 or not 0 <= (threshold or 0) < 1:
+        if not 0 <= alpha <= 1 or not -1 <= (threshold or 0) < 1:
             raise UsageError(
-                f"α must lie in [0, 1], the threshold in [0, 1); they are {alpha} and {threshold}"
+                f"α must lie in [0, 1], the threshold in [-1, 1); they are {alpha} and {threshold}"
             )
         if temperature is not None and not temperature > 0:
             raise UsageError(f"the temperature must be above 0, not {temperature}")
-        if (temperature or threshold) is not None and not negative_prompts:
-            raise UsageError("temperature and threshold need a contrastive reward: give a negative prompt")
+        if temperature is not None and not negative_prompts:
+            raise UsageError("a temperature needs a contrastive reward: give a negative prompt")
         if not prompts or not all(text.strip() for text in texts):
             raise UsageError("a prompt is empty: say in a few words what there is to see")
         if alpha > 0 and not baseline_prompts + negative_prompts:
@@ -196,10 +196,12 @@ class CLIPReward(torch.nn.Module):
         return F.normalize(self.model.encode_image(pixels).float(), dim=-1)
 
     def reward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Unit embeddings s (N, D) -> rewards R(s) (N,)."""
+        """Unit embeddings s (N, D) -> rewards R(s), or whether they are above β, 1 or 0 (N,)."""
         if self.negatives is not None:
-            return contrastive_reward(embeddings, self.goal, self.negatives, self.temperature, self.threshold)
-        return goal_baseline_reward(embeddings, self.goal, self.baseline, self.alpha)
+            rewards = contrastive_reward(embeddings, self.goal, self.negatives, self.temperature)
+        else:
+            rewards = goal_baseline_reward(embeddings, self.goal, self.baseline, self.alpha)
+        return rewards if self.threshold is None else (rewards > self.threshold).float()
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """Frames (N, 3, H, W) uint8, any N, any device -> rewards (N,) float32 on the model's device."""
@@ -226,7 +228,7 @@ class RewardArgs:
     ray_workers: int = 0  # more workers, on the Ray cluster that RAY_ADDRESS names or on this machine
     negative_prompt: tuple[str, ...] = ()  # contrastive reward: what else might be seen (Baumli et al., 2023)
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
-    threshold: float | None = None  # contrastive: β, above which the reward is 1, else 0 (default: none)
+    threshold: float | None = None  # β, above which the reward is 1, else 0 (default: the reward itself)
 
     def complete(self) -> None:
         """Fill in what is None, and refuse what cannot be, of the script's own settings, too (UsageError)."""
@@ -235,7 +237,7 @@ class RewardArgs:
             least = 0 if name in ("seed", "learning_starts", "ray_workers") else 1
             if type(value) is int and value < least:
                 raise UsageError(f"{flag} must be at least {least}, not {value}")
-            anything = name in ("temperature", "log_std_min")
+            anything = name in ("temperature", "threshold", "log_std_min", "rho")
             if type(value) is float and not (anything or 0 <= value <= 1):
                 raise UsageError(f"{flag} must lie between 0 and 1, not {value}")
             if name.endswith("prompt") and sum(len(text.split()) == 1 for text in value) > 1:

@@ -387,7 +387,7 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
     """Play without exploration, from starts of its own -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, CartPole(episodes), labeller, seed, args)
-    return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, 2)
+    return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, -1)
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int) -> np.ndarray:

@@ -149,7 +149,7 @@ COLORS = {  # of the realistic look's parts, by the ends of their names
 }  # fmt: skip
 
 
-def scene_model(textures: str) -> mujoco.MjModel:
+def scene_spec(textures: str) -> mujoco.MjSpec:
     """Gymnasium's humanoid, dressed as `textures` says, with the paper's camera, "fixed", beside its own."""
     spec = mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/humanoid.xml"))
     spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON  # mujoco_warp has no PGS, and nothing is solved here
@@ -159,7 +159,7 @@ def scene_model(textures: str) -> mujoco.MjModel:
     camera.alt.type = mujoco.mjtOrientation.mjORIENTATION_XYAXES
     camera.alt.xyaxes = [0, 1, 0, sin, 0, cos]  # the picture's right, and up
     if textures == "original":
-        return spec.compile()
+        return spec
 
     sky = next(texture for texture in spec.textures if texture.type == mujoco.mjtTexture.mjTEXTURE_SKYBOX)
     sky.rgb1, sky.rgb2 = [0.18, 0.44, 0.78], [1, 1, 1]  # overhead and underfoot; between them the horizon
@@ -184,7 +184,7 @@ def scene_model(textures: str) -> mujoco.MjModel:
     sun.dir, sun.diffuse, sun.specular = [-0.5, 0.35, -1], [0.75, 0.73, 0.68], [0.4, 0.4, 0.4]
     spec.visual.headlight.ambient = [0.38, 0.4, 0.44]
     spec.visual.headlight.diffuse, spec.visual.headlight.specular = [0.12] * 3, [0] * 3
-    return spec.compile()
+    return spec
 
 
 # Where the parts of the body are: the middle of a geom, or the joint where a body begins (shin: the knee).
@@ -205,6 +205,8 @@ class Scene:
     The first use on a machine compiles kernels for some ten seconds; the user's cache folder keeps them.
     """
 
+    spec = staticmethod(scene_spec)
+
     def __init__(
         self, height: int, width: int, textures: str, camera: str, supersample: int, batch_size: int,
         device: torch.device
@@ -224,7 +226,7 @@ class Scene:
         self.warp_device = wp.get_device(str(device))
         self.lock = WARP if device.type == "cuda" else nullcontext()
         wp.set_device(self.warp_device)
-        model = scene_model(textures)
+        model = self.spec(textures).compile()
         self.geoms = torch.tensor([model.geom(name).id for name in GEOM_POINTS.values()], device=device)
         self.bodies = torch.tensor([model.body(name).id for name in BODY_POINTS.values()], device=device)
         data = mujoco.MjData(model)

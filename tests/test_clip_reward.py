@@ -73,6 +73,10 @@ def test_reward_is_definition_1(random_vit, alpha, goals, baselines):
     projected = b + share * direction
     expected = 1 - 0.5 * (alpha * projected + (1 - alpha) * s - g).norm(dim=-1) ** 2
     torch.testing.assert_close(reward.reward(s.float()).double(), expected, atol=1e-6, rtol=0)
+    reward.threshold = beta = expected.median().item() - 1e-4
+    assert (
+        torch.equal(reward.reward(s.float()), (expected > beta).float()) and 0 < (expected > beta).sum() < 50
+    )
 
 
 @pytest.mark.parametrize("temperature", [None, 1e-7, 0.05, 1.0, 1e6])

@@ -101,7 +101,7 @@ def test_a_frame_is_the_stored_one(textures, camera):
 
 def test_the_fixed_camera_is_the_papers():
     """Azimuth 180°, elevation -10°, distance 3.5 m, looking at (0, 0, 1), 45° high."""
-    model = sac_clip_humanoid.scene_model("realistic")
+    model = sac_clip_humanoid.scene_spec("realistic").compile()
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
     right, _, back = data.cam("fixed").xmat.reshape(3, 3).T

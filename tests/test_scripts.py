@@ -444,7 +444,7 @@ BAD = [
     ("--num-envs 0", "--num-envs must be at least 1"),
     ("--learning-rate 2", "--learning-rate must lie between 0 and 1"),
     ("--learning-starts -1", "--learning-starts must be at least 0"),
-    ("--threshold 0.5", "give a negative prompt"),
+    ("--threshold 1.5", "the threshold in [-1, 1)"),
     ("--negative-prompt x --temperature 0", "temperature must be above 0"),
     ("--total-timesteps 3200 --learning-starts 3200", "nothing would be learned"),
     ("--total-timesteps 100 --learning-starts 0", "nothing would be learned"),
