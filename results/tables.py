@@ -50,6 +50,7 @@ for kind, row in KINDS.items():
         RUNS[f"{kind}_{seed}"] = row["script"], f"{row['options']} --seed {seed}".strip()
 TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("table1/")]
 CLAIMS = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
+PREDICTED = ("cartpole", "mountaincar", "table1", "prompts", "figure3", "contrastive", "threshold", "ladder")
 
 VIT = "--models ViT-B-32 --rounds 1 --repetitions 2 --clip-batch-size 32"
 GROWTH = "--num-envs 8 64 512 4096 --steps-per-round 8192 --rounds 1 --repetitions 1"
@@ -62,6 +63,7 @@ COMMANDS = {  # what is not trained but printed as a table by other programs
     "cost": "benchmarks.cost",
     "compare": "benchmarks.compare",
     "compare_vit": f"benchmarks.compare {PLAIN_VIT}",
+    "robustness": "reward_check.robustness --dataset runs/states/kneeling",
 }
 
 # ---- Results become files
@@ -121,6 +123,7 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         row["steps_per_second"] = f"{harmonic_mean(speeds.values()):.0f}"
         row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
         row |= {key: settings[key] for key in ("clip_model", "precision", "device")}
+        row["clip_model"] = row["clip_model"].replace(f"{ROOT}/", "")
         row |= json.loads(Path(f"{folder}.begun").read_text())
         row["versions"] = " ".join(f"{package} {number}" for package, number in result["versions"].items())
         rows.append(row)
@@ -249,10 +252,29 @@ def printed_table(*names: str, output: Path) -> str:
     return markdown(" | ".join(columns), [[row[column] for column in columns] for row in rows])
 
 
+def predict_table(name: str, output: Path) -> str:
+    """How well rewards fit fixed states, and what was learned from them."""
+    lines = []
+    for about, group in groupby(read(output / f"{name}.csv"), itemgetter("task", "group", "name")):
+        rows = list(group)
+        cells = [
+            spread([float(row[figure]) for row in rows], 2)
+            for figure in ("epic_balanced", "average_precision")
+        ]
+        success = [float(row[end]) for row in rows for end in ("lowest", "success_rate", "highest")]
+        seeds = sum(int(row["seeds"]) for row in rows)
+        lines.append([*about, *cells, seeds, spread(success, 2), commits(rows)])
+    head = "task | rewards | which | EPIC distance, half goal states | average precision | seeds"
+    return markdown(f"{head} | success rate | commit", lines)
+
+
 TABLES = {name: partial(runs_table, f"{name}/") for name in CLAIMS} | {
     "figure3": partial(runs_table, "figure3/", "table1/kneeling"),
     "prompts": partial(runs_table, "table1/kneeling", "prompts/"),
-    "agreement": partial(judged_table, *TASKS),
+    "agreement": partial(judged_table, "cartpole", "mountaincar", *TASKS),
+    "dose": partial(predict_table, "dose"),
+    "predict": partial(predict_table, "predict"),
+    "robustness": partial(printed_table, "robustness"),
     "throughput": partial(printed_table, "throughput", "throughput_vit_bf16", "throughput_vit_fp32"),
     "growth": partial(printed_table, "growth"),
     "cost": partial(printed_table, "cost"),

@@ -1,11 +1,13 @@
 """States of an environment, their pictures and labels: what reward models are judged on.
 
-python -m reward_check.dataset --run-dirs runs/kneeling_1 runs/kneeling_2 --output datasets/kneeling
-python -m reward_check.dataset --script dqn_clip_cartpole --output datasets/cartpole
+    python -m reward_check.dataset --script sac_clip_humanoid --task kneeling --output datasets/kneeling
+    python -m reward_check.dataset --run-dirs runs/kneeling_1 runs/kneeling_2 --output datasets/visited
 
-A dataset is a folder: `labels.csv` with one line a state (its picture, the label of the script's success
-condition, and `human_label`, empty: fill it with 0 or 1 wherever you disagree, or everywhere), `frames/`,
-`states.npy`, and `dataset.json`.
+The first are fixed states, made before any training and the same for every model; half are goal states. The
+second were visited by the policies of runs: they show what these did, and predict nothing of them. A dataset is a
+folder: `labels.csv` with one line a state (its picture, the label of the script's success condition, and
+`human_label`, empty: fill it with 0 or 1 wherever you disagree, or everywhere), `frames/`, `states.npy`, and
+`dataset.json`.
 """
 
 import csv
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -38,7 +40,7 @@ class Args:
     run_dirs: tuple[Path, ...] = ()
     """run folders of one script: states are chosen from their rounds; prompt, task and look are theirs"""
     script: Script | None = None
-    """without runs: whose states (random, the humanoid's from poses; a quarter goal states, if possible)"""
+    """without runs: whose fixed states, posed or of a random policy, half of them goal states"""
     task: str | None = None
     """without runs: of the humanoid (default: kneeling)"""
     prompt: tuple[str, ...] = ()
@@ -63,6 +65,11 @@ def script_of(settings: dict) -> ModuleType:
     return importlib.import_module(settings["script"])
 
 
+def seen(script: str) -> int | None:
+    """How many of a state's numbers, the first ones, a frame depends on."""
+    return 24 if script == "sac_clip_humanoid" else None
+
+
 def states_of(path: Path) -> torch.Tensor:
     """-> states (T + 1, N, S) of a round, from its file."""
     return torch.load(path, map_location="cpu", weights_only=True)["round"][0]
@@ -73,11 +80,8 @@ def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
     states, settings = [], []
     for run_dir in run_dirs:
         checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-        seen = (
-            24 if checkpoint["script"] == "sac_clip_humanoid" else None
-        )  # the numbers that a frame depends on
         for path in rounds_of(run_dir):
-            states.append(states_of(path)[1:, :, :seen].flatten(0, 1))  # what each step led to
+            states.append(states_of(path)[1:, :, : seen(checkpoint["script"])].flatten(0, 1))
         keep = ("prompt", "baseline_prompt", "task", *LOOK)
         own = {"script": checkpoint["script"]} | {name: checkpoint["settings"].get(name) for name in keep}
         settings.append(own)
@@ -90,15 +94,13 @@ def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
 def states_at_random(
     script: Script, task: str | None, n: int, rng: np.random.Generator
 ) -> tuple[torch.Tensor, dict]:
-    """-> n states and the script's default settings."""
+    """-> n states without a policy, the humanoid's from poses, and the script's default settings."""
     module = script_of({"script": script})
     defaults = module.Args()
     settings = {"script": script, "task": None}
     settings |= {name: getattr(defaults, name, None) for name in ("prompt", "baseline_prompt", *LOOK)}
     if script == "sac_clip_humanoid":
-        from tiny_clip.scenes import (
-            humanoid_states,
-        )  # but these states are not those that it was trained with
+        from tiny_clip.scenes import humanoid_states  # but not the states that it was trained with
 
         task = task or "kneeling"
         if task not in module.TASKS:
@@ -112,6 +114,45 @@ def states_at_random(
     return torch.from_numpy(np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)).float(), settings
 
 
+def fixed_states(
+    script: Script, task: str | None, n: int, rng: np.random.Generator
+) -> tuple[torch.Tensor, dict]:
+    """-> n states and the script's default settings. Half are goal states, random or posed; a quarter are other
+    such states; a quarter are others that a random policy visits."""
+    posed, settings = states_at_random(script, task, max(10 * n, 5000), rng)
+    holds = label(posed, settings)
+    goal = posed[holds]
+    if script == "sac_clip_humanoid" and len(goal) < n // 2:  # few poses are splits: more like those
+        from tiny_clip.scenes import play, variations
+
+        module = script_of(settings)
+        robots = [env.unwrapped for env in module.Humanoids(256, module.Args()).envs]
+        while len(goal) < n // 2:
+            parents = goal[torch.from_numpy(rng.integers(len(goal), size=256))]
+            states = torch.cat(play(*variations(parents.numpy(), rng), robots, rng))
+            goal = torch.cat([goal, states[label(states, settings)]])
+    played = states_of_a_random_policy(script, max(32, n // 100), int(rng.integers(2**31)))
+    rest = n - n // 2 - n // 4
+    kinds = ((goal, n // 2), (posed[~holds], n // 4), (played[~label(played, settings)], rest))
+    chosen = [states[torch.from_numpy(rng.permutation(len(states))[:size])] for states, size in kinds]
+    return torch.cat(chosen)[torch.from_numpy(rng.permutation(n))], settings
+
+
+def states_of_a_random_policy(script: Script, episodes: int, seed: int) -> torch.Tensor:
+    """-> the states (N, S) of so many episodes."""
+    module = script_of({"script": script})
+    args = module.Args()
+    envs = {
+        "dqn_clip_cartpole": lambda: module.CartPole(episodes),
+        "sac_clip_mountaincar": lambda: module.MountainCar(episodes),
+        "sac_clip_humanoid": lambda: module.Humanoids(episodes, args),
+    }
+    policy = module.QNetwork(args) if script == "dqn_clip_cartpole" else None  # not heeded, with ε = 1
+    nobody = SimpleNamespace(add=lambda states: None)
+    states, _ = module.rollout(policy, 1.0, envs[script](), nobody, seed, args)
+    return states[1:, :, : seen(script)].flatten(0, 1)
+
+
 def label(states: torch.Tensor, settings: dict) -> torch.Tensor | None:
     """States (N, …) -> whether the script's success condition holds (N,) bool; None where it has none."""
     module = script_of(settings)
@@ -120,9 +161,7 @@ def label(states: torch.Tensor, settings: dict) -> torch.Tensor | None:
     if settings["task"] is None:
         return None
     look = (settings[name] for name in LOOK)
-    scene = module.Scene(
-        8, 8, *look, 1024, torch.device("cpu")
-    )  # small: only where the parts of the body are
+    scene = module.Scene(8, 8, *look, 1024, torch.device("cpu"))  # only where the parts of the body are
     holds = module.TASKS[settings["task"]][1]
     chunks = tqdm(states.split(8192), desc="label", leave=False)
     return torch.cat([holds(scene.render(chunk)[1]) for chunk in chunks])
@@ -156,7 +195,7 @@ def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor | None, int]:
     states = torch.from_numpy(np.load(folder / "states.npy"))
     text = (
         (folder / "labels.csv").read_text(encoding="utf-8-sig").replace(";", ",")
-    )  # as spreadsheets may save it
+    )  # as spreadsheets save it
     rows = {row["frame"]: row for row in csv.DictReader(text.splitlines())}
     rows = [rows[picture(i)] for i in range(len(states))]
     own = [(row["human_label"] or "").strip() for row in rows]
@@ -184,16 +223,10 @@ def main() -> None:
             raise UsageError(f"these runs hold {len(states)} states: lower --states")
         states = states[torch.from_numpy(rng.choice(len(states), args.states, replace=False))]
     else:
-        states, settings = states_at_random(args.script, args.task, max(10 * args.states, 10_000), rng)
+        make = states_at_random if args.prompt else fixed_states
+        states, settings = make(args.script, args.task, args.states, rng)
         if args.prompt:
             settings |= {"prompt": args.prompt, "task": None}
-            states = states[rng.permutation(len(states))[: args.states]]
-        else:
-            holds = label(states, settings)
-            goal = holds.nonzero()[: args.states // 4, 0]
-            other = (~holds).nonzero()[: args.states - len(goal), 0]
-            chosen = torch.cat([goal, other])
-            states = states[chosen[torch.from_numpy(rng.permutation(len(chosen)))]]
     labels = None if args.prompt else label(states, settings)
 
     (args.output / "frames").mkdir(parents=True)

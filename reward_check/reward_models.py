@@ -12,6 +12,7 @@ the dataset's folder.
 
 import csv
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 import tyro
 from scipy.stats import bootstrap
-from sklearn.metrics import average_precision_score
+from sklearn.metrics import average_precision_score, precision_recall_curve
 from tqdm import tqdm
 
 from clip_reward import (
@@ -108,12 +109,22 @@ def distances(reward: np.ndarray, label: np.ndarray, axis: int = -1) -> np.ndarr
     return torch.stack(both).numpy()
 
 
+def threshold(reward: torch.Tensor, label: torch.Tensor, precision: float = 0.95) -> float:
+    """The lowest β above which so many of the rewarded states (N,) are goal states; NaN where there is none."""
+    precisions, _, rewards = precision_recall_curve(label, reward)
+    enough = (precisions[:-1] >= precision).nonzero()[0]
+    if not len(enough) or enough[0] == 0:
+        return math.nan
+    return float(rewards[enough[0] - 1] + rewards[enough[0]]) / 2  # between two rewards
+
+
 def measure(reward: torch.Tensor, label: torch.Tensor, resamples: int, seed: int) -> dict:
-    """Rewards and labels (N,) -> average precision, and both EPIC distances with their 95 % intervals."""
+    """Rewards and labels (N,) -> average precision, β, and both EPIC distances with their 95 % intervals."""
     data = reward.numpy(), label.numpy()
     how = {"paired": True, "method": "percentile", "batch": 50, "n_resamples": resamples, "rng": seed}
     interval = bootstrap(data, distances, **how).confidence_interval
     measured = {"average_precision": average_precision_score(label, reward)}
+    measured["threshold"] = threshold(reward, label)
     for name, *values in zip(("epic", "epic_balanced"), distances(*data), interval.low, interval.high):
         measured |= {name + end: value.item() for end, value in zip(("", "_low", "_high"), values)}
     return measured
@@ -249,12 +260,12 @@ def main() -> int:
     if not rows:
         raise UsageError("no reward tells one state from another")
     head = "| model | parameters | prompt | α | EPIC distance (95 % interval) | with half goal states |"
-    print(f"{head} average precision |\n|---|---|---|---|---|---|---|")
+    print(f"{head} average precision | β for a precision of 0.95 |\n" + "|---" * 8 + "|")
     for row in rows:
         names = ("epic", "epic_balanced")
         both = " | ".join(f"{row[n]:.3f} ({row[f'{n}_low']:.3f} to {row[f'{n}_high']:.3f})" for n in names)
         about = f"{row['model']} | {row['parameters'] / 1e6:.1f} M | {row['prompt']} | {row['alpha']}"
-        print(f"| {about} | {both} | {row['average_precision']:.3f} |")
+        print(f"| {about} | {both} | {row['average_precision']:.3f} | {row['threshold']:.3f} |")
     table = args.output.with_suffix(".csv")
     with open(table, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")

@@ -18,9 +18,10 @@ from PIL import Image
 import dqn_clip_cartpole
 import sac_clip_humanoid
 import sac_clip_mountaincar
-from clip_reward import CLIPReward, UsageError, contrastive_reward
-from results.tables import read
-from reward_check import dataset, reward_landscape, reward_models, sheet
+from clip_reward import CLIPReward, UsageError, contrastive_reward, goal_baseline_reward
+from results import predict
+from results.tables import TABLES, read, write
+from reward_check import dataset, dose, reward_landscape, reward_models, robustness, sheet
 from reward_check.reward_models import balanced, epic_distance, measure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,7 +96,176 @@ def test_average_precision_and_intervals_by_counting():
         assert measured[name] == epic_distance(reward, label, weight(label)).item()
 
 
+def test_a_threshold_for_a_precision():
+    """Of the three best rewarded states all are goal states, of the next two one."""
+    reward = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
+    label = torch.tensor([1, 1, 1, 0, 1, 0, 0]).bool()
+    assert reward_models.threshold(reward, label) == pytest.approx(0.65)
+    assert reward_models.threshold(reward, label, 0.8) == pytest.approx(0.45)
+    assert math.isnan(reward_models.threshold(-reward, label))
+
+
+# ---- Rewards that are wrong
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("errors", ["false-positives", "false-negatives", "both"])
+@pytest.mark.parametrize("wrong", [0.0, 0.1, 0.4])
+def test_noise_has_the_distance_of_its_formula(wrong, errors, fixed):
+    """Of half goal states, with a share p wrong: ρ = 1 - 2p, and √((1 - p) / (1 + p)) if one kind is."""
+    rng = np.random.default_rng(1)
+    degrees = np.where(np.arange(40_000) % 2, rng.uniform(-12, 12, 40_000), rng.uniform(13, 347, 40_000))
+    x = rng.uniform(-2.39, 2.39, 40_000)
+    states = torch.from_numpy(np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)).float()
+    labels = dose.Noise("dqn_clip_cartpole", errors, wrong, fixed)(states)
+    right = {"false-positives": labels[:, 1] == 1, "false-negatives": labels[:, 1] == 0}
+    assert labels[:, 1].mean() == 0.5 and torch.equal(labels[:, 1] == 1, dataset.label(states, CARTPOLE))
+    if errors != "both":
+        assert (labels[:, 0] == labels[:, 1])[right[errors]].all()
+    rho = 1 - 2 * wrong if errors == "both" else math.sqrt((1 - wrong) / (1 + wrong))
+    distance = epic_distance(labels[:, 0], labels[:, 1]).item()
+    assert distance == pytest.approx(math.sqrt((1 - rho) / 2), abs=0.02)
+
+
+def test_what_is_fixed_for_a_state_is_so_in_any_batch():
+    states = torch.rand(500, 4) * torch.tensor([4.8, 3, 0.4, 3]) - torch.tensor([2.4, 1.5, 0.2, 1.5])
+    noise = dose.Noise("dqn_clip_cartpole", "both", 0.3)
+    expected = noise(states)[:, 0]
+    assert torch.equal(torch.cat([noise(some)[:, 0] for some in states.flip(0).split(7)]).flip(0), expected)
+    assert torch.equal(noise(states * torch.tensor([1, 5, 1, -2]))[:, 0], expected)  # no picture shows speeds
+    assert (
+        dose.Noise("dqn_clip_cartpole", "both", 0.3, seed=2)(states)[:, 0] != expected
+    ).float().mean() > 0.2
+    again = dose.Noise("dqn_clip_cartpole", "both", 0.3, fixed=False)
+    assert (again(states)[:, 0] != again(states)[:, 0]).float().mean() > 0.2
+    numbers = dose.hashed(torch.arange(10_000)[:, None], 1, 5)
+    assert (numbers[:3] * 2**32).tolist() == [3799332744, 3673983325, 4215811744]  # everywhere
+    assert (torch.histc(numbers, 10, 0, 1) / 10_000 - 0.1).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("script", list(dose.CELLS))
+def test_dose_and_response_from_training_to_picture(script, monkeypatch):
+    Path("data").mkdir()
+    task, module, added = script.split("_")[-1], dataset.script_of({"script": script}), []
+    add = module.ReplayBuffer.add
+    monkeypatch.setattr(module.ReplayBuffer, "add", lambda *a: added.append(a[1:]) or add(*a))
+    states, settings = dataset.fixed_states(script, None, 60, np.random.default_rng(1))
+    save_dataset(Path("data", task), states, settings)
+    for wrong in (0.0, 0.4):
+        added.clear()
+        dose.train(dose.Noise(script, wrong=wrong), Path(f"{wrong}.json"), steps=16_000)
+        for played, _, rewards in added:
+            expected = dose.Noise(script, wrong=wrong)(played[1:].flatten(0, 1))
+            assert torch.equal(rewards.flatten(), expected[:, 0].float())
+    predict.main((Path("0.4.json"), Path("0.0.json")), Path("data"), Path("dose.png"))
+    first, second = read(Path("dose.csv"))
+    assert (first["task"], first["group"], first["name"], second["name"]) == (task, "both", "0", "0.4")
+    assert float(first["epic_balanced"]) == 0 and float(first["average_precision"]) == 1
+    success = [json.loads(Path(f"{wrong}.json").read_text())["success_rate"] for wrong in (0.0, 0.4)]
+    assert [float(row["success_rate"]) for row in (first, second)] == pytest.approx(success, rel=1e-3)
+    assert float(second["epic_balanced"]) > 0.4 and Image.open("dose.png").width > 1000
+    cells = TABLES["dose"](output=Path(".")).splitlines()[2].split(" | ")
+    assert cells[:4] == [f"| {task}", "both", "0", "0.00"]
+
+
+# ---- Predictions, and pictures that are changed
+
+
+def test_the_check_is_compared_with_the_success_of_runs(monkeypatch, capsys):
+    """The rewards are those of the runs' options; runs that learned from another one are left out."""
+    states, settings = dataset.fixed_states("dqn_clip_cartpole", None, 200, np.random.default_rng(1))
+    Path("data").mkdir()
+    save_dataset(Path("data/cartpole"), states, settings)
+    negatives = "--negative-prompt 'a pole that fell' 'a cart'"
+    runs = {
+        "cartpole/fp32_101": ("0.5", ""),
+        "cartpole/fp32_102": ("1.0", ""),
+        "cartpole/bf16_101": ("0.1", ""),
+    }
+    runs |= {"cartpole/truth_101": ("1.0", ""), "contrastive/cartpole_101": ("0.25", negatives)}
+    monkeypatch.setattr(predict, "RUNS", set(runs))
+    runs["cartpole/old_1"] = "0.0", ""  # no longer among the runs
+    for claim in ("cartpole", "contrastive"):
+        rows = []
+        for run, (rate, options) in runs.items():
+            if run.startswith(claim):
+                about = {"script": "dqn_clip_cartpole", "options": options, "tiny": predict.TINY}
+                rows.append({"run": run, "success_rate": rate} | about)
+        write(Path(f"{claim}.csv"), rows)
+    monkeypatch.setattr(predict, "HERE", Path("."))
+    predict.main((), Path("data"), Path("predict.png"))
+    plain, contrastive = read(Path("predict.csv"))
+    frames = dqn_clip_cartpole.render(states, 64, 64)
+    reward = CLIPReward("tiny", settings["prompt"], settings["baseline_prompt"], 0.5)(frames)
+    expected = measure(reward, dataset.label(states, settings), 1000, 1)
+    assert float(plain["epic_balanced"]) == pytest.approx(expected["epic_balanced"], abs=2e-3)
+    assert (plain["seeds"], plain["success_rate"]) == ("2", "0.75") and contrastive["success_rate"] == "0.25"
+    better = float(plain["average_precision"]) > float(contrastive["average_precision"])
+    told = capsys.readouterr().out
+    assert f"average precision: all tasks, 2 rewards: rank correlation {1 if better else -1:.2f}" in told
+
+
+def test_ranks_within_tasks_are_blind_for_what_tasks_differ_in():
+    """Between two tasks success rises with the figure; within each it falls."""
+    rows = []
+    for task in (0, 10):
+        rows += [{"task": task, "figure": task + k, "success_rate": task - k / 10} for k in range(8)]
+    value, low, high = (float(word.strip("()")) for word in correlation(rows, False).split() if word != "to")
+    assert 0 < value < 1 and low <= value <= high
+    assert correlation(rows, True).startswith("-1.00 (-1.00 to -1.00)")
+
+
+def correlation(rows: list[dict], within: bool) -> str:
+    return predict.rank_correlation(rows, "figure", within)
+
+
+def test_objects_stand_around_the_robot_where_its_state_says():
+    poses = torch.zeros(5, 24)
+    poses[:, 2:4] = torch.tensor([1.3, 1])
+    poses[:, 7:] = torch.linspace(0, 0.3, 5)[:, None]
+    how = (64, 64, "realistic", "fixed", 1, 5, torch.device("cpu"))
+    scene, plain = robustness.Surrounded(*how), sac_clip_humanoid.Scene(*how)
+    (frames, points), (without, expected) = scene.render(poses), plain.render(poses)
+    again, _ = scene.render(poses[[3, 1]])
+    assert torch.equal(frames[[3, 1]], again) and torch.equal(points["head"], expected["head"])
+    changed = (frames != without).any(1).float().mean((1, 2))
+    assert (changed > 0.01).all() and (changed < 0.3).all() and not torch.equal(frames[0], frames[1])
+
+
+def test_robustness_prints_what_is_left_of_a_reward(capsys):
+    states, settings = dataset.fixed_states("sac_clip_humanoid", "standing-up", 40, np.random.default_rng(1))
+    save_dataset(Path("data"), states, settings)
+    robustness.main(Path("data"), resamples=20)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines if line.count(" (") == 4
+    }
+    assert len(rows) == 7 and len(set(map(tuple, rows.values()))) == 7 and "nan" not in "".join(lines)
+    model = CLIPReward("tiny", settings["prompt"], settings["baseline_prompt"], 0.5)
+    frames, holds = look_at(sac_clip_humanoid, states, (64, 64), task="standing-up")
+    pixels = (frames.float() - model.mean) / model.std
+    raw = model.model.encode_image(pixels).detach().float() @ model.goal
+    s = model.embed(frames)
+    rewards = (s @ model.goal, goal_baseline_reward(s, model.goal, model.baseline, 0.5), None, raw)
+    for cell, reward in zip(rows["as in training"], rewards):
+        if reward is not None:
+            distance = epic_distance(reward, holds, balanced(holds)).item()
+            assert float(cell.split()[0]) == pytest.approx(distance, abs=0.01)
+
+
 # ---- Datasets
+
+
+CARTPOLE = {"script": "dqn_clip_cartpole", "task": None}
+
+
+def save_dataset(folder: Path, states: torch.Tensor, settings: dict) -> None:
+    """As `dataset` writes it, without pictures."""
+    folder.mkdir()
+    np.save(folder / "states.npy", states.numpy())
+    (folder / "dataset.json").write_text(json.dumps(settings))
+    lines = [f"{dataset.picture(i)},{int(holds)}," for i, holds in enumerate(dataset.label(states, settings))]
+    (folder / "labels.csv").write_text("\n".join(["frame,label,human_label", *lines]))
 
 
 def look_at(script, states, size=None, textures="realistic", camera="fixed", task="kneeling"):
@@ -109,6 +279,20 @@ def look_at(script, states, size=None, textures="realistic", camera="fixed", tas
     return frames, script.TASKS[task][1](points)
 
 
+def test_fixed_states_are_half_goal_states_a_quarter_played_and_the_same_again():
+    def make(seed: int) -> torch.Tensor:
+        states, settings = dataset.fixed_states(
+            "sac_clip_mountaincar", None, 200, np.random.default_rng(seed)
+        )
+        assert dataset.label(states, settings).sum() == 100
+        return states
+
+    states = make(1)
+    assert torch.equal(states, make(1)) and not torch.equal(states, make(2))
+    played = states[states[:, 1] != 0]  # no posed car moves
+    assert 45 <= len(played) <= 50 and len(states.unique(dim=0)) > 190
+
+
 @pytest.mark.slow("humanoid")
 @pytest.mark.parametrize("script", [dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid])
 def test_a_dataset_of_random_states_and_a_persons_labels(script, call, capsys):
@@ -116,8 +300,8 @@ def test_a_dataset_of_random_states_and_a_persons_labels(script, call, capsys):
     _, states, labels, people = dataset.load(DATA)
     frames, expected = look_at(script, states)
     rows = read(LABELS)
-    assert torch.equal(labels, expected) and labels.sum() == 75 and people == 0
-    assert "0.250 of them goal states" in capsys.readouterr().out and len(os.listdir("data/frames")) == 300
+    assert torch.equal(labels, expected) and labels.sum() == 150 and people == 0
+    assert "0.500 of them goal states" in capsys.readouterr().out and len(os.listdir("data/frames")) == 300
     assert np.array_equal(Image.open(f"data/{rows[7]['frame']}"), frames[7].permute(1, 2, 0))
 
     rows[3]["human_label"] = ("0.0", "1.0")[not labels[3]]  # as pandas writes it
@@ -222,7 +406,7 @@ def test_table_sheet_and_kept_embeddings(cartpole, monkeypatch, call, capsys):
         for name in ("epic", "epic_balanced"):
             low, middle, high = (float(row[name + end]) for end in ("_low", "", "_high"))
             assert low < middle < high < low + 0.12 and f"{middle:.3f} ({low:.3f} to {high:.3f})" in out
-        assert (row["prompt"], row["goal_share"], row["states"]) == ("; ".join(GOALS), "0.25", "400")
+        assert (row["prompt"], row["goal_share"], row["states"]) == ("; ".join(GOALS), "0.5", "400")
         assert int(row["parameters"]) == sum(p.numel() for p in texts.model.parameters())
 
     # More α, and prompts that are known, need no model; a person's labels count.
@@ -232,8 +416,8 @@ def test_table_sheet_and_kept_embeddings(cartpole, monkeypatch, call, capsys):
     LABELS.write_text(LABELS.read_text().replace(",1,\n", ",1,0\n", 40))
     call(*cartpole, 0)
     again = read(TABLE)[0]
-    assert (again["human_labels"], again["goal_share"]) == ("40", "0.15") and again["epic"] > rows[0]["epic"]
-    LABELS.write_text(LABELS.read_text().replace(",1,\n", ",1,0\n", 41))
+    assert (again["human_labels"], again["goal_share"]) == ("40", "0.4") and again["epic"] > rows[0]["epic"]
+    LABELS.write_text(LABELS.read_text().replace(",1,\n", ",1,0\n", 141))
     with pytest.raises(UsageError, match="19 goal states of 400"):
         call(*cartpole, 0)
 

@@ -232,8 +232,11 @@ def test_losses_ask_for_all_true_pairs_and_all_that_can_be_told():
 
 @pytest.mark.slow
 def test_training_writes_a_model_that_loads_and_the_same_again(tmp_path):
-    for folder in ("a", "b"):
-        train.train(train.Args(output=tmp_path / folder, steps=3, batch_size=32, humanoid_states=50))
+    for folder, keep in (("a", ()), ("b", (0, 2))):
+        how = {"steps": 3, "batch_size": 32, "humanoid_states": 50, "keep": keep}
+        train.train(train.Args(output=tmp_path / folder, **how))
     a, b = ((tmp_path / folder / "open_clip_model.safetensors").read_bytes() for folder in ("a", "b"))
     assert a == b and len(a) < 12e6
+    goals = [CLIPReward(f"local-dir:{tmp_path / name}", "pole upright").goal for name in ("a", "b/0", "b/2")]
+    assert not torch.equal(goals[0], goals[1]) and not torch.equal(goals[0], goals[2])
     assert CLIPReward(f"local-dir:{tmp_path / 'a'}", "pole upright").size == (64, 64)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import trange
 
-from clip_reward import CLIPReward, goal_baseline_reward
+from clip_reward import CLIPReward, goal_baseline_reward, native_precision
 from tiny_clip.captions import BASELINES, PROMPTS, SCRIPTS, Captions, is_true, tokenize
 from tiny_clip.scenes import SIZE, Humanoids, cartpole, mountaincar
 
@@ -42,6 +42,7 @@ class Args:
     evaluate: bool = False  # only print the held-out figures of the model in `output`
     output: Path = HERE  # folder for the model
     steps: int = 2400  # optimizer steps
+    keep: tuple[int, ...] = ()  # write the model as it is before these steps, too: into folders OUTPUT/STEP
     batch_size: int = 1024  # image-text pairs a step, over all scenes
     humanoid_states: int = 120_000  # simulated and rendered before the training; all else is for each batch
     learning_rate: float = 2e-3  # peak of the cosine schedule
@@ -114,11 +115,15 @@ def train(args: Args) -> None:
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         coming = pool.submit(make_batch, scenes, captions, args.batch_size, rng)
         progress = trange(args.steps, desc="train tiny_clip", unit="step")
-        for _ in progress:
+        for step in progress:
+            if step in args.keep:
+                write(model, args.output / str(step))
             frames, tokens, facts, true = coming.result()
             coming = pool.submit(make_batch, scenes, captions, args.batch_size, rng)
             pixels = (frames.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
-            with torch.autocast("cpu", torch.bfloat16):  # a step takes two thirds of the time
+            with torch.autocast(
+                "cpu", torch.bfloat16, native_precision("cpu") == "bf16"
+            ):  # two thirds of the time
                 embedded = model.encode_image(pixels), model.encode_text(tokens)
             image, text = (F.normalize(x.float(), dim=-1) for x in embedded)
             loss = contrastive_loss(image, text, model.logit_scale.exp(), true)
@@ -133,10 +138,16 @@ def train(args: Args) -> None:
             progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
         coming.cancel()
 
+    write(model, args.output)
+
+
+def write(model: torch.nn.Module, folder: Path) -> None:
+    """Write weights, in float16, and configuration into a folder that --clip-model local-dir:FOLDER takes."""
+    folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.half() if w.is_floating_point() else w for name, w in model.state_dict().items()}
-    save_file({name: w.contiguous() for name, w in weights.items()}, args.output / "weights.tmp")
-    (args.output / "weights.tmp").replace(args.output / "open_clip_model.safetensors")
-    (args.output / "open_clip_config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    save_file({name: w.contiguous() for name, w in weights.items()}, folder / "weights.tmp")
+    (folder / "weights.tmp").replace(folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 
 
 @torch.no_grad()

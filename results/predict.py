@@ -1,0 +1,136 @@
+"""Does the check predict? How well rewards fit states that no run has chosen, beside what training gave.
+
+    python -m results.predict --output results/predict.png  # of the runs in results/
+    python -m results.predict --runs one.json another.json --output results/dose.png  # of reward_check.dose
+
+EPIC distance and average precision are judged on the fixed states of each reward's task, which
+reward_check/dataset.py made before any training.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import tyro
+from scipy.stats import rankdata
+
+from clip_reward import Labeller
+from results.tables import HERE, PREDICTED, RUNS, TINY, describe, kind_of, read, write
+from reward_check.dataset import load, script_of
+from reward_check.dose import Noise
+from reward_check.reward_models import measure
+
+FIGURES = {"epic_balanced": "EPIC distance, half goal states", "average_precision": "average precision"}
+
+
+def rewards_of(script: str, options: str, datasets: Path) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """-> task of a run with these options, its rewards and the labels of the task's fixed states (N,)."""
+    module = script_of({"script": script})
+    before = sys.argv
+    sys.argv = [f"{script}.py", "--clip-model", "tiny", *shlex.split(options)]
+    args = module.read_settings()
+    sys.argv = before
+    task = getattr(args, "task", None) or script.split("_")[-1]
+    _, states, label, _ = load(datasets / task)
+    labeller = Labeller(module.Worker, args)
+    labeller.add(states)
+    rewards = labeller.result("judge")[:, 0]
+    labeller.pool.shutdown()
+    return task, rewards, label
+
+
+def of_results(datasets: Path) -> Iterator[dict]:
+    """A row for each kind of run with a CLIP reward: task, group, name, figures, success of its seeds."""
+    for claim in PREDICTED:
+        found = [row for row in read(HERE / f"{claim}.csv") if row["run"] in RUNS and row["tiny"] == TINY]
+        for kind, group in groupby(found, kind_of):
+            runs = list(group)
+            success = [float(run["success_rate"]) for run in runs]
+            if not kind.endswith(("/truth", "/bf16")):
+                task, *both = rewards_of(runs[0]["script"], runs[0]["options"], datasets)
+                row = {"task": task, "group": claim, "name": kind.partition("/")[2], "seeds": len(runs)}
+                spread = {"success_rate": np.mean(success), "lowest": min(success), "highest": max(success)}
+                yield row | measure(*both, 1000, 1) | spread
+
+
+def of_doses(runs: tuple[Path, ...], datasets: Path) -> Iterator[dict]:
+    """The same for each run, as each seed has errors of its own."""
+    for run in sorted((json.loads(path.read_text()) for path in runs), key=lambda run: [*run.values()]):
+        success = run.pop("success_rate")
+        task = run["script"].split("_")[-1]
+        _, states, label, _ = load(datasets / task)
+        group = run["errors"] + ("" if run["fixed"] else ", drawn at each visit")
+        row = {"task": task, "group": group, "name": f"{run['wrong']:g}", "seeds": 1}
+        figures = measure(Noise(**run)(states)[:, 0], label, 1000, 1)
+        yield row | figures | {"success_rate": success, "lowest": success, "highest": success}
+
+
+def rank_correlation(rows: list[dict], figure: str, within: bool) -> str:
+    """Spearman's of a figure with success, with its 95 % interval over the choice of rewards; `within` each
+    task, the ranks are those among its own rewards, so that what tasks differ in does not count."""
+    names = dict.fromkeys(row["task"] for row in rows) if within else [None]
+    pools = [[row for row in rows if name in (None, row["task"])] for name in names]
+    rng = np.random.default_rng(1)
+    values = []
+    for k in range(1001):
+        ranks = []
+        for own in pools:
+            chosen = rng.integers(len(own), size=len(own)) if k else np.arange(len(own))
+            both = [[own[i][name] for i in chosen] for name in (figure, "success_rate")]
+            ranks.append((rankdata(both, axis=1) - (len(own) + 1) / 2) / len(own))
+        x, y = np.concatenate(ranks, axis=1)
+        scale = np.sqrt((x @ x) * (y @ y))
+        values.append(x @ y / scale if scale else np.nan)
+    low, high = np.nanquantile(values, (0.025, 0.975))
+    return f"{values[0]:.2f} ({low:.2f} to {high:.2f})"
+
+
+def main(
+    runs: tuple[Path, ...] = (), datasets: Path = Path("runs/states"), output: Path = Path("predict.png")
+) -> None:
+    """Print the rank correlations; write a table (CSV) and a picture."""
+    torch.set_num_threads(1)
+    rows = list(of_doses(runs, datasets) if runs else of_results(datasets))
+    made = describe("*.py")
+    text = [{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} | made for row in rows]
+    write(output.with_suffix(".csv"), text)
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows)) if runs else ["all tasks"]
+    size = {"figsize": (12, 4.6 * len(tasks)), "layout": "constrained", "squeeze": False, "sharey": True}
+    figure, axes = plt.subplots(len(tasks), 2, **size)
+    for line, task in zip(axes, tasks):
+        shown = [row for row in rows if not runs or row["task"] == task]
+        for axis, (name, called) in zip(line, FIGURES.items()):
+            about = f"{task}, {len(shown)} rewards: rank correlation {rank_correlation(shown, name, False)}"
+            if not runs:
+                about += f", within tasks {rank_correlation(shown, name, True)}"
+            print(f"{called}: {about}")
+            axis.set_title(about, fontsize="small")
+            axis.set_xlabel(called)
+            for group in dict.fromkeys(row["group"] for row in shown):
+                own = [row for row in shown if row["group"] == group]
+                points = np.array([(row[name], row["success_rate"]) for row in own])
+                (dots,) = axis.plot(*points.T, "o", alpha=0.5, label=group)
+                if runs:
+                    doses = np.array([row["name"] for row in own])
+                    means = np.stack([points[doses == dose].mean(0) for dose in dict.fromkeys(doses)])
+                    axis.plot(*means.T, ":" if "drawn" in group else "-", color=dots.get_color())
+            for row in shown:
+                if not runs and row["success_rate"] < 0.9:
+                    axis.annotate(row["name"], (row[name], row["success_rate"]), fontsize="x-small")
+        line[0].set_ylabel("success of what was learned")
+        line[1].legend(fontsize="x-small")
+    figure.savefig(output, dpi=90)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
