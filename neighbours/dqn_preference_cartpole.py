@@ -1,0 +1,250 @@
+"""RL-VLM-F on CartPole: a teacher says in which of two frames the goal is better achieved.
+
+    python neighbours/dqn_preference_cartpole.py --teacher truth --teacher-error 0.2
+
+After every other round a teacher compares pairs of stored frames (o₁, o₂). From its answers y ∈ {1, 2}, not
+from undecided ones, a reward r is learned by Bradley and Terry's model (Wang et al., 2024, arXiv 2402.03681),
+
+    P(o₁ ≻ o₂) = exp r(o₁) / (exp r(o₁) + exp r(o₂)),    loss = cross entropy of P with y,
+
+the mean of three networks that end in tanh. Then **all** rewards in the replay buffer are made anew. The
+paper's networks see pixels; these see the frame's CLIP embedding, which the buffer keeps. Teachers: `truth`
+compares what the environment knows; `clip` CLIP's rewards, so that r only says these again; `vlm` asks a
+model that sees both frames. Environment, networks and update: dqn_clip_cartpole.py. The rest is here.
+"""
+
+import os
+import re
+import sys
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import dqn_clip_cartpole as dqn
+from clip_reward import Labeller, UsageError
+
+
+@dataclass
+class Args(dqn.Args):
+    """Teach CartPole by comparisons: DQN on a reward that is learned from a teacher's preferences."""
+
+    teacher: Literal["truth", "clip", "vlm"] = "truth"  # who compares
+    teacher_error: float = 0.0  # truth, clip: the share of answers that are turned round
+    queries: int = 50  # pairs a session (paper: 50, every 5,000 steps)
+    session_every: int = 2  # rounds from session to session
+    vlm: str | None = None  # vlm: the model, as the endpoint calls it
+    base_url: str | None = None  # vlm: of an OpenAI-compatible endpoint (default: OpenAI's, OPENAI_API_KEY)
+
+    def complete(self) -> None:
+        super().complete()
+        if self.evaluate or self.track or self.ray_workers or self.clip_model.endswith(".py"):
+            raise UsageError("there is no --evaluate, --track, --ray-workers or reward program here")
+        if self.teacher == "vlm" and self.vlm is None:
+            raise UsageError("--teacher vlm needs --vlm, the name of a model")
+
+
+class Worker(dqn.Worker):
+    """Renders states and embeds the frames."""
+
+    @torch.no_grad()
+    def label(self, states: torch.Tensor) -> torch.Tensor:
+        """States (N, 4) -> embeddings, CLIP reward and ground-truth reward, side by side (N, D + 2)."""
+        size = self.reward_model.size
+        embeddings = self.reward_model.embed(dqn.render(states.to(self.reward_model.device), *size))
+        columns = [self.reward_model.reward(embeddings).cpu(), dqn.ground_truth_reward(states)]
+        return torch.cat([embeddings.cpu(), torch.stack(columns, dim=1)], dim=1)
+
+
+# ---- The teacher
+
+QUESTION = """These are two pictures of a cart on a track, with a pole on it. The goal is: {goal}.
+1. What is shown in the first picture? 2. What in the second? 3. In which one is the goal better achieved?
+Answer the questions, and end with a line that is only 1 or 2, or 0 if there is no difference."""
+
+
+def compare(labels: torch.Tensor, args: Args) -> torch.Tensor:
+    """Labels of pairs (n, 2, D + 2) -> the better of each (n,): 0, 1, or undecided -1."""
+    worth = labels[..., -1 if args.teacher == "truth" else -2]
+    better = worth.argmax(dim=1)
+    answers = torch.where(torch.rand(len(worth)) < args.teacher_error, 1 - better, better)
+    return torch.where(worth[:, 0] == worth[:, 1], -1, answers)
+
+
+def look(states: torch.Tensor, args: Args) -> torch.Tensor:
+    """The same of a vision-language model that sees states (n, 2, 4); the run's folder keeps its answers."""
+    from code_reward.write import Model, message, picture
+
+    model = Model(SimpleNamespace(output=Path(args.run_dir, "vlm"), model=args.vlm, base_url=args.base_url))
+    question = QUESTION.format(goal="; ".join(args.prompt))
+    answers = []
+    for pair in tqdm(states, "ask", leave=False, disable=None):
+        frames = dqn.render(pair, 200, 300).permute(0, 2, 3, 1).numpy()
+        said = model.ask([message("user", question, [picture(frame) for frame in frames])])
+        last = re.search(r"(?:^|\n)\W*([12])\W*$", said)
+        answers.append(int(last[1]) - 1 if last else -1)
+    return torch.tensor(answers)
+
+
+# ---- The reward
+
+
+class PreferenceReward(nn.Module):
+    """Embeddings (…, D) -> rewards (…,) in [-1, 1]; and the answers that they were learned from."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.ensemble = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, 128), nn.ReLU(), nn.Linear(128, 1), nn.Tanh()) for _ in range(3)
+        )
+        self.pairs = torch.zeros(0, 2, size)
+        self.answers = torch.zeros(0, dtype=torch.int64)
+
+    def get_extra_state(self) -> tuple:  # goes into a checkpoint
+        return self.pairs, self.answers
+
+    def set_extra_state(self, kept: tuple) -> None:
+        self.pairs, self.answers = kept
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return torch.stack([member(embeddings) for member in self.ensemble]).mean(0).squeeze(-1)
+
+    def loss(self, pairs: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """Pairs (B, 2, D), answers (B,) -> cross entropy of softmax(r(o₁), r(o₂)), of all members."""
+        return sum(F.cross_entropy(member(pairs).squeeze(-1), answers) for member in self.ensemble)
+
+    def learn(self, pairs: torch.Tensor, answers: torch.Tensor, updates: int = 300) -> None:
+        """Keep pairs (n, 2, D) with answers (n,), 0 or 1, and learn from all so far."""
+        self.pairs = torch.cat([self.pairs.to(pairs.device), pairs])
+        self.answers = torch.cat([self.answers.to(pairs.device), answers])
+        optimizer = torch.optim.Adam(self.ensemble.parameters(), lr=1e-3, fused=True)
+        for _ in range(updates if len(self.answers) else 0):
+            batch = torch.randint(len(self.answers), (128,), device=pairs.device)
+            optimizer.zero_grad()
+            self.loss(self.pairs[batch], self.answers[batch]).backward()
+            optimizer.step()
+
+
+class ReplayBuffer(dqn.ReplayBuffer):
+    """Keeps labels (embeddings and more, see `Worker`) of all frames, so that rewards can be made anew."""
+
+    def __init__(self, size: int, args: Args, device: torch.device):
+        super().__init__(args, device)
+        self.labels = torch.zeros(*self.rewards.shape, size, device=device)
+
+    def add(self, states: torch.Tensor, actions: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take in a round: states (T + 1, N, 4), actions (T, N), labels (T, N, D + 2), over the oldest."""
+        self.labels[self.rounds % self.capacity] = labels
+        super().add(states, actions, torch.zeros(actions.shape))  # until they are made by `relabel`
+
+    @torch.no_grad()
+    def relabel(self, reward: PreferenceReward) -> None:
+        """Give every frame its reward of now."""
+        self.rewards[: self.rounds] = reward(self.labels[: self.rounds, ..., :-2])
+        kept = self.rewards[: self.rounds].double()
+        self.mean = kept.mean()
+        self.std = kept.std(correction=0) + 1e-8
+
+    def pairs(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> states (n, 2, 4) and labels (n, 2, D + 2) of frames, drawn uniformly."""
+        filled = (min(self.rounds, self.capacity), *self.rewards.shape[1:])
+        i, t, env = (torch.randint(size, (n, 2), device=self.rewards.device) for size in filled)
+        return self.states[i, t + 1, env], self.labels[i, t, env]
+
+
+# ---- The loop
+
+
+def train(args: Args, labeller: Labeller) -> None:
+    """As that of dqn_clip_cartpole.py. The reward changes, so there is no best policy: the last counts."""
+    device = labeller.device
+    size = len(labeller.fingerprint)  # of an embedding, D
+    envs = dqn.CartPole(args.num_envs)
+    torch.manual_seed(args.seed)
+    q_network = dqn.QNetwork(args).to(device)
+    target_network = deepcopy(q_network)
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
+    rb = ReplayBuffer(size + 2, args, device)
+    reward = PreferenceReward(size).to(device)
+    parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer, "preferences": reward}
+    global_step, _, _lock = dqn.open_run(args, labeller, rb, parts)
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1, flush_secs=1)
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
+
+    while True:
+        content = {name: part.state_dict() for name, part in parts.items()}
+        content |= {"script": dqn.SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
+        dqn.save(f"{args.run_dir}/checkpoint.pt", step=global_step, best_return=0.0, **content)
+        if global_step >= args.total_timesteps:
+            break
+        warmup = global_step < args.learning_starts
+        play_seed, learn_seed = np.random.SeedSequence((args.seed, rb.rounds)).generate_state(2).tolist()
+
+        # ---- Act, in a thread.
+        policy = deepcopy(target_network).cpu()
+        epsilon = max(args.end_e, 1 - global_step / max(args.exploration_fraction * args.total_timesteps, 1))
+        epsilon = 1.0 if warmup else epsilon
+        playing = labeller.pool.submit(dqn.rollout, policy, epsilon, envs, labeller, play_seed, args)
+
+        # ---- Learn, at the same time: DQN on the rounds before, with the rewards of now.
+        torch.manual_seed(learn_seed)
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
+        if rb.rounds > 0 and not warmup:
+            rb.relabel(reward)
+            for _ in range(args.gradient_steps):
+                batch = rb.sample(args.batch_size, args.n_step)
+                dqn.dqn_update(q_network, target_network, optimizer, batch, args)
+
+        # ---- Embed what was played, and store it.
+        states, actions = playing.result()
+        labels = labeller.result().view(args.episode_length, args.num_envs, -1)
+        rb.add(states, actions, labels)
+        dqn.save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, labels))
+        Path(f"{args.run_dir}/rounds/{rb.rounds - 2 - rb.capacity}.pt").unlink(missing_ok=True)
+        global_step += actions.numel()
+
+        # ---- Ask, and learn the reward from all answers.
+        if (rb.rounds - 1) % args.session_every == 0:
+            pairs, seen = rb.pairs(args.queries)
+            answers = look(pairs.cpu(), args) if args.teacher == "vlm" else compare(seen.cpu(), args)
+            answers = answers.to(device)
+            reward.learn(seen[answers >= 0, :, :-2], answers[answers >= 0])
+
+        # ---- Report.
+        means = dqn.summary(in_short(labels, reward)) | {"answers": len(reward.answers)}
+        for name, value in means.items():
+            writer.add_scalar(f"charts/{name}", value, global_step)
+        bar.update(actions.numel())
+        tqdm.write(f"step {global_step:,}: {dqn.in_words(means)}")
+
+    states, labels = dqn.evaluate(target_network, args.episodes, labeller, args)
+    dqn.write_result(Path(args.run_dir, "result"), states, in_short(labels, reward), args)
+
+
+@torch.no_grad()
+def in_short(labels: torch.Tensor, reward: PreferenceReward) -> torch.Tensor:
+    """Labels (T, N, D + 2) -> learned and ground-truth rewards (T, N, 2)."""
+    device = next(reward.parameters()).device
+    return torch.stack([reward(labels[..., :-2].to(device)).cpu(), labels[..., -1]], dim=2)
+
+
+def main() -> None:
+    vars(dqn).update(Args=Args, SCRIPT=Path(__file__).stem, Worker=Worker, train=train)
+    dqn.main()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (UsageError, OSError, torch.OutOfMemoryError) as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        os._exit(2)  # without waiting for the threads

@@ -1,0 +1,292 @@
+"""neighbours/: losses by hand, shaping's sum, relabelling, teachers, and short trainings, broken and resumed."""
+
+import json
+import math
+import sys
+from http.server import BaseHTTPRequestHandler
+
+import numpy as np
+import pytest
+import torch
+
+import dqn_clip_cartpole
+import sac_clip_mountaincar
+from clip_reward import CLIPReward, UsageError
+from neighbours import dqn_preference_cartpole as preference
+from neighbours import sac_shaped_mountaincar as shaped
+
+SHORT = """--clip-model tiny --device cpu --precision fp32 --num-envs 4 --episode-length 20 --total-timesteps 400
+    --learning-starts 80 --batch-size 32 --gradient-steps 5 --episodes 2 --clip-batch-size 32""".split()
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """The neighbours lend their settings to the script beside them."""
+    for script in (dqn_clip_cartpole, sac_clip_mountaincar):
+        for name in ("Args", "SCRIPT", "Worker", "train"):
+            monkeypatch.setattr(script, name, getattr(script, name))
+        monkeypatch.setattr(script, "pictures", lambda *_: np.zeros((1, 8, 16, 16, 3), np.uint8))
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    yield
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(interval)
+
+
+# ---- Preferences
+
+
+def test_the_preference_loss_is_bradley_and_terrys():
+    torch.manual_seed(0)
+    reward = preference.PreferenceReward(3)
+    pairs, answers = torch.randn(4, 2, 3), torch.tensor([0, 1, 1, 0])
+    expected = 0
+    for member in reward.ensemble:
+        for pair, answer in zip(pairs, answers):
+            first, second = (math.exp(member(one).item()) for one in pair)
+            expected -= math.log((second if answer else first) / (first + second)) / 4
+    assert reward.loss(pairs, answers).item() == pytest.approx(expected, rel=1e-5)
+    assert reward(pairs).shape == (4, 2) and reward(100 * pairs).abs().max() <= 1
+
+
+def test_a_reward_is_learned_from_what_is_decided():
+    torch.manual_seed(0)
+    reward = preference.PreferenceReward(3)
+    pairs = torch.randn(50, 2, 3)
+    answers = (pairs[:, 1, 0] > pairs[:, 0, 0]).long()
+    reward.learn(pairs[:0], answers[:0])  # nothing to learn from
+    reward.learn(pairs[:20], answers[:20])
+    reward.learn(pairs[20:], answers[20:])
+    again = preference.PreferenceReward(3)
+    again.load_state_dict(reward.state_dict())
+    assert torch.equal(again.pairs, pairs) and torch.equal(again.answers, answers)
+    unseen = torch.randn(200, 3)
+    assert torch.corrcoef(torch.stack([reward(unseen), unseen[:, 0]]))[0, 1] > 0.8
+
+
+@pytest.fixture
+def rb() -> preference.ReplayBuffer:
+    """Five rounds of 5 steps in 2 environments, of which three are kept; an embedding has 3 numbers."""
+    args = preference.Args(num_envs=2, episode_length=5, total_timesteps=30)
+    rb = preference.ReplayBuffer(5, args, torch.device("cpu"))
+    for seed in range(5):
+        rng = torch.Generator().manual_seed(seed)
+        labels = torch.rand(5, 2, 5, generator=rng).round(decimals=1)
+        rb.add(torch.rand(6, 2, 4, generator=rng), torch.zeros(5, 2).long(), labels)
+    return rb
+
+
+def test_relabelling_leaves_nothing_of_the_old_reward(rb):
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        reward = preference.PreferenceReward(3)
+        rb.relabel(reward)
+        expected = reward(rb.labels[..., :3])
+        assert torch.equal(rb.rewards, expected) and expected.std() > 0
+        assert rb.mean == pytest.approx(expected.mean().item()) and rb.sample(4, 3)[3].shape == (3, 4)
+        assert rb.std == pytest.approx(expected.std(correction=0).item() + 1e-8)
+
+
+def test_pairs_are_states_after_steps_with_their_labels(rb):
+    states, labels = rb.pairs(300)
+    after = zip(rb.states[:, 1:].reshape(-1, 4), rb.labels.reshape(-1, 5))
+    known = {tuple(state.tolist()): label for state, label in after}
+    seen = {tuple(state.tolist()) for state in states.reshape(-1, 4)}
+    assert states.shape == (300, 2, 4) and len(seen) == len(known) == 30
+    for state, label in zip(states.reshape(-1, 4), labels.reshape(-1, 5)):
+        assert torch.equal(known[tuple(state.tolist())], label)
+
+
+def test_a_teacher_compares_and_errs():
+    torch.manual_seed(0)
+    labels = torch.rand(4000, 2, 5)
+    labels[..., -1] = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]]).repeat(1000, 1)
+    args = preference.Args()
+    assert preference.compare(labels, args).view(1000, 4).unique(dim=0).tolist() == [[0, 1, -1, -1]]
+    args.teacher_error = 0.3
+    answers = preference.compare(labels, args).view(1000, 4)
+    assert (answers[:, 2:] == -1).all()
+    assert (answers[:, :2] != torch.tensor([0, 1])).float().mean().item() == pytest.approx(0.3, abs=0.03)
+    args = preference.Args(teacher="clip")
+    assert torch.equal(preference.compare(labels, args) == 0, labels[:, 0, 3] > labels[:, 1, 3])
+
+
+def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path):
+    pytest.importorskip("openai")
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            said = ("It is up in the first.\n1", "…\n**(2)**", "Alike.\n0", "I doubt between 1 and 2.")[
+                len(asked) - 1
+            ]
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+            answer = {
+                "id": "1",
+                "object": "chat.completion",
+                "choices": [choice],
+                "usage": {"total_tokens": 9},
+            }
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+    url = serve(Handler) + "/v1"
+    args = preference.Args(teacher="vlm", vlm="recorded", base_url=url, run_dir=str(tmp_path))
+    states = torch.rand(4, 2, 4)
+    for _ in range(2):
+        assert preference.look(states, args).tolist() == [0, 1, -1, -1]
+    assert len(asked) == 4 and len(json.loads((tmp_path / "vlm.answers.json").read_text())) == 4
+    text, *pictures = asked[0]["messages"][0]["content"]
+    assert args.prompt[0] in text["text"] and len(pictures) == 2 and pictures[0] != pictures[1]
+
+
+def test_a_vlm_needs_a_name(call, tmp_path):
+    with pytest.raises(UsageError, match="needs --vlm"):
+        call(preference, *SHORT, "--teacher", "vlm", "--run-dir", tmp_path / "run")
+
+
+# ---- A success signal and a sentence
+
+
+def test_the_ranking_loss_by_hand():
+    better, worse = torch.tensor([0.5, 0.2, 0.0]), torch.tensor([0.1, 0.15, 0.3])
+    assert shaped.ranking_loss(better, worse, 0.1).item() == pytest.approx((0 + 0.05 + 0.4) / 3)
+
+
+@pytest.fixture
+def labels() -> torch.Tensor:
+    """Of 3 rounds of 6 steps in 4 environments, embeddings of 3 numbers; half of the episodes succeed at the end."""
+    labels = torch.rand(3, 7, 4, 5, generator=torch.Generator().manual_seed(0))
+    labels[..., -1] = 0
+    labels[:, 4:, :2, -1] = 1
+    return labels
+
+
+def test_what_shaping_adds_over_an_episode_is_the_potential_of_its_ends(labels):
+    args = shaped.Args(rho=2.5, gamma=0.9)
+    added = shaped.rewards_of(labels, "shaped", None, args) - shaped.rewards_of(labels, "success", None, args)
+    discounts = args.gamma ** torch.arange(6)[:, None]
+    potential = labels[..., -2]
+    ends = args.gamma**6 * potential[:, 6] - potential[:, 0]
+    torch.testing.assert_close((discounts * added).sum(1), args.rho * ends)
+
+
+def test_what_each_reward_pays(labels):
+    args, heads = shaped.Args(rho=0.5), shaped.Heads(torch.rand(3))
+    success, opinion = labels[:, 1:, :, -1], labels[:, 1:, :, -2]
+    assert torch.equal(shaped.rewards_of(labels, "success", heads, args), success)
+    assert torch.equal(shaped.rewards_of(labels, "sum", heads, args), success + 0.5 * opinion)
+    text = heads.sentence(heads.text)
+    one = heads.image(labels[2, 3, 1, :3])
+    cosine = (one @ text / one.norm() / text.norm()).item()
+    paid = shaped.rewards_of(labels, "furl", heads, args)[2, 2, 1] - success[2, 2, 1]
+    assert paid.item() == pytest.approx(0.5 * cosine, abs=1e-6)
+
+
+def test_heads_learn_to_rank_success_above_failure(labels):
+    torch.manual_seed(0)
+    heads = shaped.Heads(torch.rand(3))
+    before = [value.clone() for value in heads.parameters()]
+    shaped.learn_heads(heads, labels[:, :, 2:], shaped.Args())  # none succeeded
+    assert all(map(torch.equal, before, heads.parameters()))
+    labels[:, :, :2, 0] += torch.linspace(1, 2, 7)[:, None]
+    for _ in range(5):
+        shaped.learn_heads(heads, labels, shaped.Args())
+    reward = heads(labels[..., :-2]).detach()
+    assert reward[:, :5, :2].mean() > reward[:, :, 2:].mean() + 0.1
+    assert (reward[:, 4, :2] > reward[:, 0, :2]).all()
+
+
+def test_two_policies_take_turns():
+    class Says(torch.nn.Module):
+        def __init__(self, number: float):
+            super().__init__()
+            self.number = number
+
+        def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.number * obs, obs
+
+    relay = shaped.Relay([Says(1), Says(-1)], 6, torch.Generator().manual_seed(0))
+    means = torch.stack([relay(torch.ones(6, 1))[0][:, 0] for _ in range(200)])
+    assert set(means.unique().tolist()) == {-1, 1} and len(set(means[0].tolist())) == 2
+    for turn, own in zip(relay.turn.tolist(), means.T):
+        changes = (own[1:] != own[:-1]).nonzero()[:, 0] + 1
+        assert changes.tolist() == list(range(turn, 200, turn)) and 25 <= turn <= 100
+
+
+# ---- Short trainings
+
+
+# In the third the buffer wraps, policies hand over, and the relay ends.
+LONG = "--episode-length 60 --total-timesteps 1200 --learning-starts 240 --buffer-size 480 --relay-until 4".split()
+CASES = {
+    "truth": (preference, dqn_clip_cartpole, ["--teacher-error", "0.2", "--buffer-size", "160"]),
+    "shaped": (shaped, sac_clip_mountaincar, ["--reward", "shaped"]),
+    "furl": (shaped, sac_clip_mountaincar, ["--reward", "furl", *LONG]),
+    "clip": (preference, dqn_clip_cartpole, ["--teacher", "clip", "--session-every", "1"]),
+    "success": (shaped, sac_clip_mountaincar, ["--reward", "success"]),
+    "sum": (shaped, sac_clip_mountaincar, ["--reward", "sum", "--rho", "3"]),
+}
+
+
+@pytest.mark.slow("clip", "success", "sum")
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypatch):
+    """Broken off before the checkpoint after the third round is written, when the round has been stored."""
+    script, beside, options = CASES[case]
+    monkeypatch.setattr(sac_clip_mountaincar, "X_GOAL", -0.45)  # so that some succeed and some fail
+    ranked, loss, save, written = [], shaped.ranking_loss, beside.save, []
+    monkeypatch.setattr(shaped, "ranking_loss", lambda *a: ranked.append(a) or loss(*a))
+    call(script, *SHORT, *options, "--run-dir", tmp_path / "whole")
+
+    def broken(path, **content):
+        written.append(path)
+        if sum("checkpoint" in name for name in written) == 4:
+            raise KeyboardInterrupt
+        save(path, **content)
+
+    monkeypatch.setattr(beside, "save", broken)
+    with pytest.raises(KeyboardInterrupt):
+        call(script, *SHORT, *options, "--run-dir", tmp_path / "broken")
+    monkeypatch.setattr(beside, "save", save)
+    call(script, "--resume", tmp_path / "broken")
+    runs = tmp_path / "whole", tmp_path / "broken"
+    files = [sorted(path.name for path in (run / "rounds").iterdir()) for run in runs]
+    assert files[0] == files[1] and (len(files[0]) == 3 if "--buffer-size" in options else 5)
+    for name in ("checkpoint.pt", *(f"rounds/{file}" for file in files[0])):
+        whole, again = (torch.load(run / name, weights_only=True) for run in runs)
+        for about in ("settings", "script"):
+            whole.pop(about, None)
+            again.pop(about, None)
+        torch.testing.assert_close(whole, again, rtol=0, atol=0)
+    results = [json.loads((run / "result.json").read_text()) for run in runs]
+    for name in ("success_rate", "ground_truth_return", "clip_return"):
+        assert results[0][name] == results[1][name]
+    assert (tmp_path / "whole/result.mp4").is_file() and bool(ranked) == (case == "furl")
+
+    checkpoint = torch.load(tmp_path / "whole/checkpoint.pt", weights_only=True)
+    if script is preference:
+        assert len(checkpoint["preferences"]["_extra_state"][1]) > 10
+    states, _, labels = torch.load(tmp_path / "whole/rounds/4.pt", weights_only=True)["round"]
+    states = states[len(states) - len(labels) :].flatten(0, 1)  # of preferences not the start
+    labels = labels.flatten(0, 1)
+    texts = checkpoint["settings"]["prompt"], checkpoint["settings"]["baseline_prompt"]
+    model = CLIPReward("tiny", *texts, checkpoint["settings"]["goal_baseline_alpha"], precision="fp32")
+    render = dqn_clip_cartpole.render
+    if script is shaped:
+        scene = sac_clip_mountaincar.Scene(*model.size, "realistic", torch.device("cpu"))
+        render = lambda states, *size: scene.render(states)  # noqa: E731
+    frames = render(states, *model.size)
+    torch.testing.assert_close(labels[:, :-2], model.embed(frames), atol=1e-4, rtol=0)
+    torch.testing.assert_close(labels[:, -2], model(frames), atol=1e-4, rtol=0)
+    assert torch.equal(labels[:, -1], beside.ground_truth_reward(states))
+
+    steps = checkpoint["step"] + 80
+    call(script, "--resume", tmp_path / "broken", "--total-timesteps", steps)
+    with pytest.raises(UsageError, match="no --evaluate"):
+        call(script, "--evaluate", tmp_path / "whole/checkpoint.pt")
+    save(f"{tmp_path}/whole/checkpoint.pt", **checkpoint | {"reward": checkpoint["reward"] + 0.1})
+    with pytest.raises(UsageError, match="another reward model"):
+        call(script, "--resume", tmp_path / "whole")
