@@ -219,8 +219,8 @@ def test_two_policies_take_turns():
 # ---- Short trainings
 
 
-# In the third the buffer wraps, policies hand over, and the relay ends.
-LONG = "--episode-length 60 --total-timesteps 1200 --learning-starts 240 --buffer-size 480 --relay-until 4".split()
+# In the first and third the buffer wraps; in the third, policies hand over, and the relay ends.
+LONG = "--episode-length 40 --total-timesteps 800 --learning-starts 160 --buffer-size 320 --relay-until 4".split()
 CASES = {
     "truth": (preference, dqn_clip_cartpole, ["--teacher-error", "0.2", "--buffer-size", "160"]),
     "shaped": (shaped, sac_clip_mountaincar, ["--reward", "shaped"]),
@@ -231,7 +231,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow("clip", "success", "sum")
+@pytest.mark.slow("shaped", "clip", "success", "sum")
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypatch):
     """Broken off before the checkpoint after the third round is written, when the round has been stored."""
