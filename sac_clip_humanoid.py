@@ -205,7 +205,7 @@ class Scene:
     The first use on a machine compiles kernels for some ten seconds; the user's cache folder keeps them.
     """
 
-    spec = staticmethod(scene_spec)
+    spec = staticmethod(scene_spec)  # others add to it, as reward_check/robustness.py does
 
     def __init__(
         self, height: int, width: int, textures: str, camera: str, supersample: int, batch_size: int,
@@ -751,7 +751,7 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
     """Play without exploration, from starts of its own -> states (T, N, S), labels (T, N, 2)."""
     seed = np.random.SeedSequence((args.seed, 2**32, episodes)).generate_state(1).item()
     states, _ = rollout(deepcopy(policy).cpu(), 0.0, Humanoids(episodes, args), labeller, seed, args)
-    return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, 2)
+    return states[1:], labeller.result(show="evaluate").view(args.episode_length, episodes, -1)
 
 
 @cache

@@ -117,7 +117,7 @@ class Model:
                 answer = response.choices[0].message.content.encode().decode()
                 tokens = getattr(response.usage, "total_tokens", 0)
             except Exception as error:  # whatever the endpoint sends instead
-                raise UsageError(f"no answer ({one_line(error)}); the same command goes on") from None
+                raise UsageError(f"no answer ({one_line(error)}); those before are kept") from None
             text = messages[-1]["content"][0]["text"]
             self.calls[key] = {"question": text, "answer": answer, "tokens": tokens}
             write(self.path, json.dumps(self.calls, indent=1))

@@ -47,8 +47,8 @@ class Args(dqn.Args):
 
     def complete(self) -> None:
         super().complete()
-        if self.evaluate or self.track or self.ray_workers or self.clip_model.endswith(".py"):
-            raise UsageError("there is no --evaluate, --track, --ray-workers or reward program here")
+        if self.evaluate or self.track or self.ray_workers or self.reward != "clip":
+            raise UsageError("there is no --evaluate, --track, --ray-workers or --reward here")
         if self.teacher == "vlm" and self.vlm is None:
             raise UsageError("--teacher vlm needs --vlm, the name of a model")
 

@@ -49,9 +49,7 @@ class Args(car.Args):
     reward: Literal["success", "sum", "shaped", "furl"] = "shaped"  # what a step earns, see above
     rho: float = 1.0  # ρ, the weight of the sentence
     margin: float = 0.1  # furl: δ of the ranking loss
-    relay_until: int = (
-        32  # furl: successful episodes in the buffer, from which on the first policy acts alone
-    )
+    relay_until: int = 32  # furl: successful episodes kept, from which on the first policy acts alone
 
     def complete(self) -> None:
         super().complete()
@@ -87,7 +85,7 @@ class Heads(nn.Module):
         return F.cosine_similarity(self.image(embeddings), self.sentence(self.text), dim=-1)
 
 
-def ranking_loss(better: torch.Tensor, worse: torch.Tensor, margin: float) -> torch.Tensor:
+def ranking_loss(better: torch.Tensor, worse: torch.Tensor, margin: float | torch.Tensor) -> torch.Tensor:
     """Rewards of pairs (B,) -> by how much the better is not `margin` above the worse, on average."""
     return (margin - better + worse).clamp(min=0).mean()
 
@@ -110,7 +108,8 @@ def learn_heads(heads: Heads, labels: torch.Tensor, args: Args, updates: int = 2
         chosen = ((i, late), (j, any_step), (i, early))
         positive, negative, before = (heads(labels[k // num_envs, t, k % num_envs, :-2]) for k, t in chosen)
         loss = ranking_loss(positive, negative, args.margin)
-        loss = loss + ranking_loss(positive, before, args.margin * (late > early))
+        margins = torch.where(late > early, args.margin, 0.0)  # a frame is not better than itself
+        loss = loss + ranking_loss(positive, before, margins)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -34,7 +34,7 @@ class Surrounded(humanoid.Scene):
         return spec
 
     def render(self, poses: torch.Tensor) -> tuple[torch.Tensor, humanoid.Points]:
-        """Poses (N, 24), N at most the batch size -> as every scene; objects 0.8 to 1.8 m away, touching nothing."""
+        """Poses (N, 24), N at most the batch size -> as every scene. Objects are 0.8 to 1.8 m away."""
         import warp as wp
 
         numbers = torch.stack([hashed(poses, 0.05, key) for key in range(8)], dim=1).view(-1, 4, 2)
@@ -65,9 +65,8 @@ def main(dataset: Path, clip_model: str = "tiny", device: str = "cpu", resamples
         "half as bright": {"alter": lambda frames: adjust_brightness(frames, 0.5)},
         "1.5 times as bright": {"alter": lambda frames: adjust_brightness(frames, 1.5)},
     }
-    print(
-        f"{clip_model}, {'; '.join(settings['prompt'])}, {len(states)} states\n| the picture | α = 0 | α = 0.5 | α = 1 | dot product |\n|---|---|---|---|---|"
-    )
+    print(f"{clip_model}, {'; '.join(settings['prompt'])}, {len(states)} states")
+    print("| the picture | α = 0 | α = 0.5 | α = 1 | dot product |\n|---|---|---|---|---|")
     for name, changed in changes.items():
         how = {"scene": humanoid.Scene, "alter": lambda frames: frames} | look | changed
         scene = how["scene"](*model.size, how["textures"], how["camera"], 1, 128, torch.device(device))
