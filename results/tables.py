@@ -92,7 +92,8 @@ def describe(*code: str) -> dict:
 
 def about(script: str) -> None:
     """Print that of a script, for a run that begins."""
-    print(json.dumps(describe(f"{script}.py", "clip_reward.py")))
+    beside = f"*_clip_{script.rpartition('_')[2]}.py"  # itself, or what a neighbour is built on
+    print(json.dumps(describe(f"{script}.py", beside, "clip_reward.py")))
 
 
 def store(claim: str, run_dir: Path, output: Path) -> None:
@@ -112,15 +113,19 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         result = json.loads((folder / "result.json").read_text())
         settings = result["settings"]
         events = EventAccumulator(str(folder), {"scalars": 0}, purge_orphaned_data=False).Reload()
-        curves = {tag: {e.step: e.value for e in events.Scalars(f"charts/{tag}")} for tag in ("SPS", *tags)}
-        speeds = curves["SPS"]
-        for step in sorted(speeds):
+        charts = [tag.removeprefix("charts/") for tag in events.Tags()["scalars"]]
+        curves = {tag: {e.step: e.value for e in events.Scalars(f"charts/{tag}")} for tag in tags}
+        for step in sorted(curves["success_rate"]):
             values = {tag: f"{curves[tag][step]:.4g}" for tag in tags}
             rounds.append({"run": name, "step": step} | values)
         row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
         low, high = wilson(result["success_rate"] * settings["episodes"], settings["episodes"])
         row |= {"success_low": f"{low:.3f}", "success_high": f"{high:.3f}", "episodes": settings["episodes"]}
-        row["steps_per_second"] = f"{harmonic_mean(speeds.values()):.0f}"
+        if "SPS" in charts:
+            speeds = [e.value for e in events.Scalars("charts/SPS")]
+            row["steps_per_second"] = f"{harmonic_mean(speeds):.0f}"
+        if "answers" in charts:
+            row["answers"] = f"{events.Scalars('charts/answers')[-1].value:.0f}"
         row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
         row |= {key: settings[key] for key in ("clip_model", "precision", "device")}
         row["clip_model"] = row["clip_model"].replace(f"{ROOT}/", "")
@@ -299,7 +304,8 @@ def readme() -> None:
 def figure(name: str, output: Path) -> None:
     """NAME.png from the CSV files and frames."""
     plt.rcParams["text.parse_math"] = False  # prompts may hold dollar signs
-    plots = {"table1": plot_table1, "hacking": plot_hacking}
+    plots = {"table1": plot_table1, "hacking": plot_hacking, "preferences": plot_preferences}
+    plots |= {"shaping": plot_shaping, "shaping_frames": plot_shaping_frames}
     plots.get(name, partial(plot_curves, name))(output)
     plt.savefig(output / f"{name}.png", dpi=100)
 
@@ -310,6 +316,18 @@ def show_frames(axis: plt.Axes, output: Path, run: str, title: str) -> None:
     axis.axis("off")
 
 
+def show_seeds(axis: plt.Axes, output: Path, rows: list[dict], column: str, label: str) -> None:
+    """A column of the runs' rounds against the steps: median and quartiles of the seeds."""
+    curves = [curve(output, row["run"]) for row in rows]
+    steps = curves[0]["step"] / 1000
+    values = np.stack([points[column] for points in curves])  # (seeds, rounds)
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=0)
+    axis.plot(steps, middle, label=label)
+    axis.fill_between(steps, low, high, alpha=0.25)
+    axis.set_xlabel("environment steps, thousands")
+    axis.grid(alpha=0.3)
+
+
 def plot_curves(claim: str, output: Path) -> None:
     """CLIP return and success, learned from either reward, above frames of the first run."""
     rows = read(output / f"{claim}.csv")
@@ -317,18 +335,11 @@ def plot_curves(claim: str, output: Path) -> None:
     panels = [["clip_return", "success_rate"], ["frames", "frames"]]
     axes = figure.subplot_mosaic(panels, height_ratios=[3, 1])
     for kind, reward in ((kind_of(rows[0]), "CLIP"), (f"{claim}/truth", "ground truth")):
-        curves = [curve(output, row["run"]) for row in rows if kind_of(row) == kind]
-        if not curves:
-            continue
-        steps = curves[0]["step"] / 1000
+        own = [row for row in rows if kind_of(row) == kind]
         for column in ("clip_return", "success_rate"):
-            values = np.stack([points[column] for points in curves])  # (seeds, rounds)
-            low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=0)
-            axes[column].plot(steps, middle, label=f"from {reward}, median of {len(curves)} seeds")
-            axes[column].fill_between(steps, low, high, alpha=0.25, label="half of the seeds")
-    for column in ("clip_return", "success_rate"):
-        axes[column].set_xlabel("environment steps, thousands")
-        axes[column].grid(alpha=0.3)
+            if own:
+                label = f"from {reward}, median and quartiles of {len(own)} seeds"
+                show_seeds(axes[column], output, own, column, label)
     axes["clip_return"].legend(fontsize="small", loc="lower right")
     axes["clip_return"].set_title("what the agent learns from")
     axes["clip_return"].set_ylabel("CLIP return: sum of an episode's rewards")
@@ -372,6 +383,51 @@ def plot_hacking(output: Path) -> None:
     both = "Blue, left: CLIP return of a round. Orange, right: its success rate."
     figure.suptitle(f"{both} A line for each seed. Both should rise together.")
     figure.supxlabel("environment steps, thousands", fontsize="small")
+
+
+def plot_preferences(output: Path) -> None:
+    """Success against the teacher's errors, after training and during it."""
+    rows = read(output / "preferences.csv")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    for kind, group in groupby(rows, kind_of):
+        own = list(group)
+        error = float(kind.partition("/")[2])
+        success = [float(row["success_rate"]) for row in own]
+        (dots,) = left.plot([error] * len(own), success, "o", alpha=0.5)
+        left.plot(error, np.mean(success), "_", markersize=24, color=dots.get_color())
+        show_seeds(right, output, own, "success_rate", f"{error:.0%} of the answers are wrong")
+    left.set(xlabel="share of the teacher's answers that are wrong", ylabel="success rate")
+    left.set_title("after training: each seed, and the mean", fontsize="small")
+    left.grid(alpha=0.3)
+    right.set_title("in training: median and quartiles of the seeds", fontsize="small")
+    right.legend(fontsize="small")
+    figure.suptitle("CartPole from a teacher's preferences", fontsize="medium")
+
+
+def plot_shaping(output: Path) -> None:
+    """Success in training with the right sentence and with a wrong one."""
+    rows = read(output / "shaping.csv")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    for axis, sentence in zip(axes, ("right", "wrong")):
+        for kind, group in groupby(rows, kind_of):
+            reward, _, which = kind.partition("/")[2].partition("-")
+            own = list(group)
+            if which in ("", sentence):
+                show_seeds(axis, output, own, "success_rate", reward)
+            if which == sentence:
+                axis.set_title(f"“{own[0]['prompt']}”", fontsize="small")
+    axes[0].set_ylabel("success rate of a round")
+    axes[1].legend(fontsize="small")
+    figure.suptitle("The car, paid for the flag, with a sentence: median and quartiles of the seeds")
+
+
+def plot_shaping_frames(output: Path) -> None:
+    """What the first seed of each reward does in the end when the sentence is wrong."""
+    rows = {kind_of(row): row for row in reversed(read(output / "shaping.csv"))}
+    _, axes = plt.subplots(3, 1, figsize=(11, 6), layout="constrained")
+    for axis, reward in zip(axes, ("sum", "shaped", "furl")):
+        row = rows[f"shaping/{reward}-wrong"]
+        show_frames(axis, output, row["run"], f"{reward}, “{row['prompt']}”, seed {row['seed']}")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,15 @@ from PIL import Image
 import dqn_clip_cartpole
 import sac_clip_humanoid
 import sac_clip_mountaincar
+from neighbours import dqn_preference_cartpole, sac_shaped_mountaincar
 from results import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {script.SCRIPT: script for script in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
+NEIGHBOURS = {
+    f"neighbours/{Path(script.__file__).stem}": script
+    for script in (dqn_preference_cartpole, sac_shaped_mountaincar)
+}
 README, RESULTS = (path.read_text() for path in (ROOT / "README.md", ROOT / "results" / "README.md"))
 
 
@@ -65,7 +70,7 @@ def test_what_the_readme_says_to_search_for_is_there_once():
 @pytest.mark.parametrize("name", tables.RUNS)
 def test_every_run_has_settings_that_its_script_takes(name):
     script, options = tables.RUNS[name]
-    args = tyro.cli(SCRIPTS[script].Args, args=shlex.split(options))
+    args = tyro.cli((SCRIPTS | NEIGHBOURS)[script].Args, args=shlex.split(options))
     kind, _, seed = name.rpartition("_")
     claim, _, what = kind.partition("/")
     assert int(seed) == args.seed and kind in tables.KINDS and (claim != "table1" or what == args.task)
