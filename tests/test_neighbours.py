@@ -192,7 +192,7 @@ def test_heads_learn_to_rank_success_above_failure(labels):
     shaped.learn_heads(heads, labels[:, :, 2:], shaped.Args())  # none succeeded
     assert all(map(torch.equal, before, heads.parameters()))
     labels[:, :, :2, 0] += torch.linspace(1, 2, 7)[:, None]
-    for _ in range(5):
+    for _ in range(2):
         shaped.learn_heads(heads, labels, shaped.Args())
     reward = heads(labels[..., :-2]).detach()
     assert reward[:, :5, :2].mean() > reward[:, :, 2:].mean() + 0.1
@@ -237,6 +237,8 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     """Broken off before the checkpoint after the third round is written, when the round has been stored."""
     script, beside, options = CASES[case]
     monkeypatch.setattr(sac_clip_mountaincar, "X_GOAL", -0.45)  # so that some succeed and some fail
+    for learn in (shaped.learn_heads, preference.PreferenceReward.learn):
+        monkeypatch.setattr(learn, "__defaults__", (20,))  # updates: fewer, for time's sake
     ranked, loss, save, written = [], shaped.ranking_loss, beside.save, []
     monkeypatch.setattr(shaped, "ranking_loss", lambda *a: ranked.append(a) or loss(*a))
     call(script, *SHORT, *options, "--run-dir", tmp_path / "whole")
