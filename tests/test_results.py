@@ -81,6 +81,18 @@ def test_every_run_has_settings_that_its_script_takes(name):
     assert kind != "contrastive/kneeling" or list(args.negative_prompt) == poses
 
 
+def test_the_thresholds_of_runs_are_those_that_the_check_proposed():
+    names = [name for name in tables.RUNS if name.startswith("threshold/")]
+    for name in names:
+        script, options = tables.RUNS[name]
+        args = tyro.cli(SCRIPTS[script].Args, args=shlex.split(options))
+        task = name.partition("/")[2].rpartition("_")[0]
+        rows = tables.read(ROOT / "reward_check" / f"reward_models_{task}.csv")
+        (beta,) = (row["threshold"] for row in rows if row["alpha"] == f"{args.goal_baseline_alpha:g}")
+        assert args.threshold == round(float(beta), 3)
+    assert len(names) == 7
+
+
 def test_a_printed_table_becomes_a_csv_file_and_a_table_again(tmp_path, monkeypatch):
     text = "tiny on cpu\n| script | ours |\n|---|---|\n| a | 1.0 (0.9 to 1.1) |\n| b | 2 |\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
