@@ -399,7 +399,7 @@ def plot_preferences(output: Path) -> None:
     left.set(xlabel="share of the teacher's answers that are wrong", ylabel="success rate")
     left.set_title("after training: each seed, and the mean", fontsize="small")
     left.grid(alpha=0.3)
-    right.set_title("in training: median and quartiles of the seeds", fontsize="small")
+    right.set_title("in training, 50 questions every 6,400 steps: median and quartiles", fontsize="small")
     right.legend(fontsize="small")
     figure.suptitle("CartPole from a teacher's preferences", fontsize="medium")
 
