@@ -260,7 +260,8 @@ class RewardArgs:
     def check_resumed(self, before: dict) -> None:
         """The rounds that a run has kept were played and rewarded by these settings: refuse others."""
         names = "seed prompt baseline_prompt goal_baseline_alpha negative_prompt temperature threshold reward"
-        for name in f"{names} textures camera supersample full_obs num_envs episode_length".split():
+        names += " textures camera supersample full_obs num_envs episode_length teacher teacher_error"
+        for name in names.split():
             if name in before and before[name] != getattr(self, name):
                 raise UsageError(
                     f"this run began with --{name.replace('_', '-')} {before[name]}, and keeps it"
@@ -427,7 +428,7 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
 
     name, _, pretrained = clip_model.partition("/")
     if name not in open_clip.list_models():
-        close = difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0.3)
+        close = difflib.get_close_matches(name, [*open_clip.list_models(), "tiny"], cutoff=0)
         how = "NAME/TAG, NAME/FILE, hf-hub:ORG/NAME, local-dir:FOLDER or tiny"
         raise UsageError(f"unknown CLIP model {name!r}, did you mean {' or '.join(close)}? Write {how}")
     cfg = open_clip.get_pretrained_cfg(name, pretrained)

@@ -8,9 +8,8 @@ from undecided ones, a reward r is learned by Bradley and Terry's model (Wang et
     P(o₁ ≻ o₂) = exp r(o₁) / (exp r(o₁) + exp r(o₂)),    loss = cross entropy of P with y,
 
 the mean of three networks that end in tanh. Then **all** rewards in the replay buffer are made anew. The
-paper's networks see pixels; these see the frame's CLIP embedding, which the buffer keeps. Teachers: `truth`
-compares what the environment knows; `clip` CLIP's rewards, so that r only says these again; `vlm` asks a
-model that sees both frames. Environment, networks and update: dqn_clip_cartpole.py. The rest is here.
+paper's networks see pixels, these CLIP embeddings, which the buffer keeps. Teachers: `truth` compares what
+the environment knows, `clip` CLIP's rewards, so that r only repeats them; `vlm` shows a model both frames.
 """
 
 import os
@@ -36,7 +35,7 @@ from clip_reward import Labeller, UsageError
 
 @dataclass
 class Args(dqn.Args):
-    """Teach CartPole by comparisons: DQN on a reward that is learned from a teacher's preferences."""
+    """Teach CartPole by comparisons (no --evaluate, --track, --ray-workers or --reward here)."""
 
     teacher: Literal["truth", "clip", "vlm"] = "truth"  # who compares
     teacher_error: float = 0.0  # truth, clip: the share of answers that are turned round
@@ -47,8 +46,9 @@ class Args(dqn.Args):
 
     def complete(self) -> None:
         super().complete()
-        if self.evaluate or self.track or self.ray_workers or self.reward != "clip":
-            raise UsageError("there is no --evaluate, --track, --ray-workers or --reward here")
+        program = self.clip_model.endswith(".py")
+        if program or self.reward != "clip" or self.evaluate or self.track or self.ray_workers:
+            raise UsageError("there is no --evaluate, --track, --ray-workers, --reward or program here")
         if self.teacher == "vlm" and self.vlm is None:
             raise UsageError("--teacher vlm needs --vlm, the name of a model")
 
@@ -75,8 +75,7 @@ Answer the questions, and end with a line that is only 1 or 2, or 0 if there is 
 def compare(labels: torch.Tensor, args: Args) -> torch.Tensor:
     """Labels of pairs (n, 2, D + 2) -> the better of each (n,): 0, 1, or undecided -1."""
     worth = labels[..., -1 if args.teacher == "truth" else -2]
-    better = worth.argmax(dim=1)
-    answers = torch.where(torch.rand(len(worth)) < args.teacher_error, 1 - better, better)
+    answers = torch.where(torch.rand(len(worth)) < args.teacher_error, worth.argmin(1), worth.argmax(1))
     return torch.where(worth[:, 0] == worth[:, 1], -1, answers)
 
 
@@ -167,14 +166,13 @@ class ReplayBuffer(dqn.ReplayBuffer):
 def train(args: Args, labeller: Labeller) -> None:
     """As that of dqn_clip_cartpole.py. The reward changes, so there is no best policy: the last counts."""
     device = labeller.device
-    size = len(labeller.fingerprint)  # of an embedding, D
     envs = dqn.CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network = dqn.QNetwork(args).to(device)
     target_network = deepcopy(q_network)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    rb = ReplayBuffer(size + 2, args, device)
-    reward = PreferenceReward(size).to(device)
+    rb = ReplayBuffer(len(labeller.fingerprint) + 2, args, device)
+    reward = PreferenceReward(len(labeller.fingerprint)).to(device)
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer, "preferences": reward}
     global_step, _, _lock = dqn.open_run(args, labeller, rb, parts)
     writer = SummaryWriter(args.run_dir, purge_step=global_step + 1, flush_secs=1)
@@ -215,9 +213,8 @@ def train(args: Args, labeller: Labeller) -> None:
         # ---- Ask, and learn the reward from all answers.
         if (rb.rounds - 1) % args.session_every == 0:
             pairs, seen = rb.pairs(args.queries)
-            answers = look(pairs.cpu(), args) if args.teacher == "vlm" else compare(seen.cpu(), args)
-            answers = answers.to(device)
-            reward.learn(seen[answers >= 0, :, :-2], answers[answers >= 0])
+            said = look(pairs.cpu(), args) if args.teacher == "vlm" else compare(seen.cpu(), args)
+            reward.learn(seen[said >= 0, :, :-2], said[said >= 0].to(device))
 
         # ---- Report.
         means = dqn.summary(in_short(labels, reward)) | {"answers": len(reward.answers)}
@@ -226,6 +223,7 @@ def train(args: Args, labeller: Labeller) -> None:
         bar.update(actions.numel())
         tqdm.write(f"step {global_step:,}: {dqn.in_words(means)}")
 
+    writer.close()
     states, labels = dqn.evaluate(target_network, args.episodes, labeller, args)
     dqn.write_result(Path(args.run_dir, "result"), states, in_short(labels, reward), args)
 
@@ -233,13 +231,13 @@ def train(args: Args, labeller: Labeller) -> None:
 @torch.no_grad()
 def in_short(labels: torch.Tensor, reward: PreferenceReward) -> torch.Tensor:
     """Labels (T, N, D + 2) -> learned and ground-truth rewards (T, N, 2)."""
-    device = next(reward.parameters()).device
-    return torch.stack([reward(labels[..., :-2].to(device)).cpu(), labels[..., -1]], dim=2)
+    embeddings = labels[..., :-2].to(next(reward.parameters()).device)
+    return torch.stack([reward(embeddings).cpu(), labels[..., -1]], dim=2)
 
 
 def main() -> None:
     vars(dqn).update(Args=Args, SCRIPT=Path(__file__).stem, Worker=Worker, train=train)
-    dqn.main()
+    dqn.main()  # that of the script beside this one, with these
 
 
 if __name__ == "__main__":
@@ -248,3 +246,5 @@ if __name__ == "__main__":
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         os._exit(2)  # without waiting for the threads
+    except KeyboardInterrupt:
+        os._exit(130)  # --resume and the run's folder go on

@@ -1,7 +1,7 @@
 """A success signal and a sentence: SAC on MountainCar, paid for the flag, with CLIP's opinion as a help.
 
-    python neighbours/sac_shaped_mountaincar.py --reward shaped --rho 5
-    python neighbours/sac_shaped_mountaincar.py --reward sum --rho 5 --prompt "a car in the valley"
+    python neighbours/sac_shaped_mountaincar.py --reward shaped --rho 10
+    python neighbours/sac_shaped_mountaincar.py --reward sum --rho 10 --prompt "a car in the valley"
 
 With the success signal g(s) (1 at the flag, else 0) and CLIP's reward R(s), a step from s to s′ earns
 
@@ -44,9 +44,9 @@ from clip_reward import Labeller, UsageError
 
 @dataclass
 class Args(car.Args):
-    """Teach MountainCar with a success signal and a sentence."""
+    """Teach MountainCar with a success signal and a sentence (no --evaluate, --track, --ray-workers)."""
 
-    reward: Literal["success", "sum", "shaped", "furl"] = "shaped"  # what a step earns, see above
+    reward: Literal["success", "sum", "shaped", "furl"] = "shaped"  # what a step earns
     rho: float = 1.0  # ρ, the weight of the sentence
     margin: float = 0.1  # furl: δ of the ranking loss
     relay_until: int = 32  # furl: successful episodes kept, from which on the first policy acts alone
@@ -229,13 +229,14 @@ def train(args: Args, labeller: Labeller) -> None:
         bar.update(args.num_envs * args.episode_length)
         tqdm.write(f"step {global_step:,}: {car.in_words(means)}")
 
+    writer.close()
     states, labels = car.evaluate(learners[0].policy, args.episodes, labeller, args)
     car.write_result(Path(args.run_dir, "result"), states, labels[..., -2:], args)
 
 
 def main() -> None:
     vars(car).update(Args=Args, SCRIPT=Path(__file__).stem, Worker=Worker, train=train)
-    car.main()
+    car.main()  # that of the script beside this one, with these
 
 
 if __name__ == "__main__":
@@ -244,3 +245,5 @@ if __name__ == "__main__":
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         os._exit(2)  # without waiting for the threads
+    except KeyboardInterrupt:
+        os._exit(130)  # --resume and the run's folder go on

@@ -113,7 +113,7 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         result = json.loads((folder / "result.json").read_text())
         settings = result["settings"]
         events = EventAccumulator(str(folder), {"scalars": 0}, purge_orphaned_data=False).Reload()
-        charts = [tag.removeprefix("charts/") for tag in events.Tags()["scalars"]]
+        there = events.Tags()["scalars"]
         curves = {tag: {e.step: e.value for e in events.Scalars(f"charts/{tag}")} for tag in tags}
         for step in sorted(curves["success_rate"]):
             values = {tag: f"{curves[tag][step]:.4g}" for tag in tags}
@@ -121,10 +121,10 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
         low, high = wilson(result["success_rate"] * settings["episodes"], settings["episodes"])
         row |= {"success_low": f"{low:.3f}", "success_high": f"{high:.3f}", "episodes": settings["episodes"]}
-        if "SPS" in charts:
-            speeds = [e.value for e in events.Scalars("charts/SPS")]
-            row["steps_per_second"] = f"{harmonic_mean(speeds):.0f}"
-        if "answers" in charts:
+        if "charts/SPS" in there:
+            speeds = {e.step: e.value for e in events.Scalars("charts/SPS")}
+            row["steps_per_second"] = f"{harmonic_mean(speeds.values()):.0f}"
+        if "charts/answers" in there:
             row["answers"] = f"{events.Scalars('charts/answers')[-1].value:.0f}"
         row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
         row |= {key: settings[key] for key in ("clip_model", "precision", "device")}
@@ -393,14 +393,15 @@ def plot_preferences(output: Path) -> None:
         own = list(group)
         error = float(kind.partition("/")[2])
         success = [float(row["success_rate"]) for row in own]
-        (dots,) = left.plot([error] * len(own), success, "o", alpha=0.5)
+        label = f"{error:.0%} wrong: {sum(rate >= 0.9 for rate in success)} of {len(own)} at 0.9 or above"
+        (dots,) = left.plot([error] * len(own), success, "o", alpha=0.5, label=label)
         left.plot(error, np.mean(success), "_", markersize=24, color=dots.get_color())
-        show_seeds(right, output, own, "success_rate", f"{error:.0%} of the answers are wrong")
+        show_seeds(right, output, own, "success_rate", label)
     left.set(xlabel="share of the teacher's answers that are wrong", ylabel="success rate")
     left.set_title("after training: each seed, and the mean", fontsize="small")
+    left.legend(fontsize="small", loc="lower left")
     left.grid(alpha=0.3)
     right.set_title("in training, 50 questions every 6,400 steps: median and quartiles", fontsize="small")
-    right.legend(fontsize="small")
     figure.suptitle("CartPole from a teacher's preferences", fontsize="medium")
 
 

@@ -1,4 +1,4 @@
-"""neighbours/: losses by hand, shaping's sum, relabelling, teachers, and short trainings, broken and resumed."""
+"""neighbours/: losses by hand, shaping's sum, relabelling, teachers, short trainings, broken and resumed."""
 
 import json
 import math
@@ -14,6 +14,7 @@ import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError
 from neighbours import dqn_preference_cartpole as preference
 from neighbours import sac_shaped_mountaincar as shaped
+from results import tables
 
 SHORT = """--clip-model tiny --device cpu --precision fp32 --num-envs 4 --episode-length 20 --total-timesteps 400
     --learning-starts 80 --batch-size 32 --gradient-steps 5 --episodes 2 --clip-batch-size 32""".split()
@@ -112,6 +113,8 @@ def test_a_teacher_compares_and_errs():
 
 def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path):
     pytest.importorskip("openai")
+    from code_reward.write import picture
+
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -139,12 +142,14 @@ def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path
         assert preference.look(states, args).tolist() == [0, 1, -1, -1]
     assert len(asked) == 4 and len(json.loads((tmp_path / "vlm.answers.json").read_text())) == 4
     text, *pictures = asked[0]["messages"][0]["content"]
-    assert args.prompt[0] in text["text"] and len(pictures) == 2 and pictures[0] != pictures[1]
+    frames = dqn_clip_cartpole.render(states[0], 200, 300).permute(0, 2, 3, 1).numpy()
+    assert args.prompt[0] in text["text"] and pictures == [picture(frame) for frame in frames]
 
 
-def test_a_vlm_needs_a_name(call, tmp_path):
-    with pytest.raises(UsageError, match="needs --vlm"):
-        call(preference, *SHORT, "--teacher", "vlm", "--run-dir", tmp_path / "run")
+def test_a_vlm_needs_a_name_and_a_reward_embeddings(call, tmp_path):
+    for words, refused in ((["--teacher", "vlm"], "needs --vlm"), (["--clip-model", "x.py"], "or program")):
+        with pytest.raises(UsageError, match=refused):
+            call(preference, *SHORT, *words, "--run-dir", tmp_path / "run")
 
 
 # ---- A success signal and a sentence
@@ -157,7 +162,7 @@ def test_the_ranking_loss_by_hand():
 
 @pytest.fixture
 def labels() -> torch.Tensor:
-    """Of 3 rounds of 6 steps in 4 environments, embeddings of 3 numbers; half of the episodes succeed at the end."""
+    """Of 3 rounds of 6 steps in 4 environments, embeddings of 3 numbers; half of the episodes succeed."""
     labels = torch.rand(3, 7, 4, 5, generator=torch.Generator().manual_seed(0))
     labels[..., -1] = 0
     labels[:, 4:, :2, -1] = 1
@@ -178,6 +183,7 @@ def test_what_each_reward_pays(labels):
     success, opinion = labels[:, 1:, :, -1], labels[:, 1:, :, -2]
     assert torch.equal(shaped.rewards_of(labels, "success", heads, args), success)
     assert torch.equal(shaped.rewards_of(labels, "sum", heads, args), success + 0.5 * opinion)
+    assert not shaped.rewards_of(labels[:, :4], "furl", heads, args).any()  # before the first success
     text = heads.sentence(heads.text)
     one = heads.image(labels[2, 3, 1, :3])
     cosine = (one @ text / one.norm() / text.norm()).item()
@@ -191,8 +197,12 @@ def test_heads_learn_to_rank_success_above_failure(labels):
     before = [value.clone() for value in heads.parameters()]
     shaped.learn_heads(heads, labels[:, :, 2:], shaped.Args())  # none succeeded
     assert all(map(torch.equal, before, heads.parameters()))
-    labels[:, :, :2, 0] += torch.linspace(1, 2, 7)[:, None]
-    for _ in range(2):
+    labels[:, :, :2, 0] += 1  # what success looks like
+    labels[:, :, :2, 1] = torch.linspace(1, -1, 7)[
+        :, None
+    ]  # and how it is come by, unlike anything in failure
+    labels[:, 5:, :2, :3] = torch.nan  # beyond the flag nothing is looked at
+    for _ in range(3):
         shaped.learn_heads(heads, labels, shaped.Args())
     reward = heads(labels[..., :-2]).detach()
     assert reward[:, :5, :2].mean() > reward[:, :, 2:].mean() + 0.1
@@ -220,7 +230,8 @@ def test_two_policies_take_turns():
 
 
 # In the first and third the buffer wraps; in the third, policies hand over, and the relay ends.
-LONG = "--episode-length 40 --total-timesteps 800 --learning-starts 160 --buffer-size 320 --relay-until 4".split()
+LONG = """--episode-length 40 --total-timesteps 800 --learning-starts 160 --buffer-size 320
+    --relay-until 4""".split()
 CASES = {
     "truth": (preference, dqn_clip_cartpole, ["--teacher-error", "0.2", "--buffer-size", "160"]),
     "shaped": (shaped, sac_clip_mountaincar, ["--reward", "shaped"]),
@@ -229,6 +240,32 @@ CASES = {
     "success": (shaped, sac_clip_mountaincar, ["--reward", "success"]),
     "sum": (shaped, sac_clip_mountaincar, ["--reward", "sum", "--rho", "3"]),
 }
+
+
+def spied(case: str, monkeypatch) -> tuple[list, list, list]:
+    """Of a training: what the rewards in the buffer are at each update, the teacher's sessions, all ε."""
+    script, beside, options = CASES[case]
+    networks = preference.PreferenceReward if script is preference else shaped.Heads
+    begin, sample, compare = networks.__init__, script.ReplayBuffer.sample, preference.compare
+    rollout = beside.rollout
+    made, paid, sessions, epsilons = [], [], [], []
+
+    def sampled(rb, *how):
+        labels = rb.labels[: rb.rounds]
+        expected = {"r": made[0](labels[..., :-2]).detach()}
+        if script is shaped:
+            args = shaped.Args(rho=3 if case == "sum" else 1)
+            kinds = ("success", "sum", "shaped", "furl")
+            expected = {kind: shaped.rewards_of(labels, kind, made[0], args) for kind in kinds}
+        held = rb.rewards[: rb.rounds]
+        paid.append([kind for kind, rewards in expected.items() if torch.equal(held, rewards)])
+        return sample(rb, *how)
+
+    monkeypatch.setattr(networks, "__init__", lambda self, what: made.append(self) or begin(self, what))
+    monkeypatch.setattr(script.ReplayBuffer, "sample", sampled)
+    monkeypatch.setattr(preference, "compare", lambda *a: sessions.append(a) or compare(*a))
+    monkeypatch.setattr(beside, "rollout", lambda *a: epsilons.append(a[1]) or rollout(*a))
+    return paid, sessions, epsilons
 
 
 @pytest.mark.slow("shaped", "clip", "success", "sum")
@@ -241,7 +278,15 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
         monkeypatch.setattr(learn, "__defaults__", (20,))  # updates: fewer, for time's sake
     ranked, loss, save, written = [], shaped.ranking_loss, beside.save, []
     monkeypatch.setattr(shaped, "ranking_loss", lambda *a: ranked.append(a) or loss(*a))
-    call(script, *SHORT, *options, "--run-dir", tmp_path / "whole")
+    with monkeypatch.context() as spies:
+        paid, sessions, epsilons = spied(case, spies)
+        call(script, *SHORT, *options, "--run-dir", tmp_path / "whole")
+    assert all(paid) and {"truth": "r", "clip": "r"}.get(case, case) in paid[0]
+    if case == "furl":
+        assert ["furl"] in paid and ["success"] in paid  # each policy is paid in its own way
+    if script is preference:
+        assert len(sessions) == (5 if case == "clip" else 3)
+        assert epsilons[0] == 1 and epsilons[:5] == sorted(epsilons[:5], reverse=True) and epsilons[4] == 0.05
 
     def broken(path, **content):
         written.append(path)
@@ -285,6 +330,9 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     torch.testing.assert_close(labels[:, -2], model(frames), atol=1e-4, rtol=0)
     assert torch.equal(labels[:, -1], beside.ground_truth_reward(states))
 
+    if script is preference:
+        with pytest.raises(UsageError, match="--teacher-error 0.*keeps it"):
+            call(script, "--resume", tmp_path / "broken", "--teacher-error", "0.4")
     steps = checkpoint["step"] + 80
     call(script, "--resume", tmp_path / "broken", "--total-timesteps", steps)
     with pytest.raises(UsageError, match="no --evaluate"):
@@ -292,3 +340,17 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     save(f"{tmp_path}/whole/checkpoint.pt", **checkpoint | {"reward": checkpoint["reward"] + 0.1})
     with pytest.raises(UsageError, match="another reward model"):
         call(script, "--resume", tmp_path / "whole")
+
+    name = f"{case}/this_1"
+    folder = tmp_path / name
+    folder.parent.mkdir()
+    (tmp_path / "whole").rename(folder)
+    folder.with_name("this_1.begun").write_text("{}")
+    folder.with_name("this_1.finished").touch()
+    monkeypatch.setattr(tables, "RUNS", {name: ("neighbours/one", "")})
+    tables.store(case, tmp_path, tmp_path)
+    (row,) = tables.read(tmp_path / f"{case}.csv")
+    answers = len(checkpoint["preferences"]["_extra_state"][1]) if script is preference else 0
+    assert row.get("answers", "0") == str(answers) and float(row["success_rate"]) in (0, 0.5, 1)
+    steps = [int(point["step"]) for point in tables.read(tmp_path / f"curves/{case}.csv")]
+    assert steps == [checkpoint["step"] // 5 * k for k in range(1, 6)]

@@ -157,6 +157,24 @@ def test_wilsons_interval_and_medians_of_runs_that_never_succeed(tmp_path):
     assert "| 1-2 | 0.50 (0.00 to 1.00) | 1 of 2 (0.09 to 0.91) |" in filled and "| never | 0.50 (" in filled
 
 
+@pytest.mark.parametrize("name", ["cartpole", "hacking", "preferences", "shaping", "shaping_frames"])
+def test_a_picture_shows_each_run_that_it_should(name, tmp_path, monkeypatch):
+    for path in tables.HERE.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / f"{name}.png").unlink(missing_ok=True)
+    shown = []
+    curve, show_frames = tables.curve, tables.show_frames
+    monkeypatch.setattr(tables, "curve", lambda *a: shown.append(a[1]) or curve(*a))
+    monkeypatch.setattr(tables, "show_frames", lambda *a: shown.append(a[2]) or show_frames(*a))
+    tables.figure(name, tmp_path)
+    assert Image.open(tmp_path / f"{name}.png").width > 900
+    rows = tables.read(tmp_path / f"{'table1' if name == 'hacking' else name.partition('_')[0]}.csv")
+    expected = {row["run"] for row in rows if "bf16" not in row["run"]}
+    if name == "shaping_frames":
+        expected = {f"shaping/{reward}-wrong_121" for reward in ("sum", "shaped", "furl")}
+    assert set(shown) == expected
+
+
 def test_each_rule_of_the_snakefile_has_a_name_of_its_own():
     rules = re.findall(r"^rule (\w+):", (ROOT / "results/Snakefile").read_text(), re.MULTILINE)
     names = [*rules, *tables.CLAIMS, *tables.COMMANDS]
