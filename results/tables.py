@@ -425,7 +425,7 @@ def plot_shaping(output: Path) -> None:
 def plot_shaping_frames(output: Path) -> None:
     """What the first seed of each reward does in the end when the sentence is wrong."""
     rows = {kind_of(row): row for row in reversed(read(output / "shaping.csv"))}
-    _, axes = plt.subplots(3, 1, figsize=(11, 6), layout="constrained")
+    _, axes = plt.subplots(3, 1, figsize=(11, 4.2), layout="constrained")
     for axis, reward in zip(axes, ("sum", "shaped", "furl")):
         row = rows[f"shaping/{reward}-wrong"]
         show_frames(axis, output, row["run"], f"{reward}, “{row['prompt']}”, seed {row['seed']}")
