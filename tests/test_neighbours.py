@@ -198,9 +198,8 @@ def test_heads_learn_to_rank_success_above_failure(labels):
     shaped.learn_heads(heads, labels[:, :, 2:], shaped.Args())  # none succeeded
     assert all(map(torch.equal, before, heads.parameters()))
     labels[:, :, :2, 0] += 1  # what success looks like
-    labels[:, :, :2, 1] = torch.linspace(1, -1, 7)[
-        :, None
-    ]  # and how it is come by, unlike anything in failure
+    # And how it is come by, unlike anything in failure.
+    labels[:, :, :2, 1] = torch.linspace(1, -1, 7)[:, None]
     labels[:, 5:, :2, :3] = torch.nan  # beyond the flag nothing is looked at
     for _ in range(3):
         shaped.learn_heads(heads, labels, shaped.Args())
@@ -281,9 +280,10 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     with monkeypatch.context() as spies:
         paid, sessions, epsilons = spied(case, spies)
         call(script, *SHORT, *options, "--run-dir", tmp_path / "whole")
-    assert all(paid) and {"truth": "r", "clip": "r"}.get(case, case) in paid[0]
-    if case == "furl":
-        assert ["furl"] in paid and ["success"] in paid  # each policy is paid in its own way
+    if case == "furl":  # each policy is paid in its own way
+        assert ["furl"] in paid and ["success"] in paid and all(paid)
+    else:
+        assert paid and all(("r" if script is preference else case) in kinds for kinds in paid)
     if script is preference:
         assert len(sessions) == (5 if case == "clip" else 3)
         assert epsilons[0] == 1 and epsilons[:5] == sorted(epsilons[:5], reverse=True) and epsilons[4] == 0.05
@@ -351,6 +351,7 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     tables.store(case, tmp_path, tmp_path)
     (row,) = tables.read(tmp_path / f"{case}.csv")
     answers = len(checkpoint["preferences"]["_extra_state"][1]) if script is preference else 0
-    assert row.get("answers", "0") == str(answers) and float(row["success_rate"]) in (0, 0.5, 1)
+    assert row.get("answers", "0") == str(answers)
+    assert row["success_rate"] == f"{results[0]['success_rate']:.2f}"
     steps = [int(point["step"]) for point in tables.read(tmp_path / f"curves/{case}.csv")]
     assert steps == [checkpoint["step"] // 5 * k for k in range(1, 6)]
