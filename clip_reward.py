@@ -16,7 +16,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -393,6 +393,35 @@ class RayWorker:
             return self.ray.get(self.actor.label.remote(states.cpu())).to(states.device)
         except self.ray.exceptions.RayActorError as error:
             raise ConnectionError(str(error).strip().splitlines()[-1]) from None
+
+
+# ---- A GPU's updates
+
+
+def replayed(update: Callable[..., dict], device: torch.device) -> Callable[..., dict]:
+    """On a GPU an update is recorded as a CUDA graph and replayed: Python launches its kernels too slowly.
+
+    Of the calls with the same arguments the first runs, so that libraries get ready, the second is recorded.
+    What is replayed reads and writes the same tensors and draws new random numbers, but Python's own numbers
+    (a learning rate, how much there is to sample) stay what they were: record anew when they change.
+    """
+    if device.type == "cpu":
+        return update
+    graphs = {}
+
+    def replay(*arguments) -> dict:
+        if arguments not in graphs:
+            graphs[arguments] = None
+            return update(*arguments)
+        if graphs[arguments] is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads do not wait
+                graphs[arguments] = graph, update(*arguments)
+        graph, losses = graphs[arguments]
+        graph.replay()
+        return {name: loss.clone() for name, loss in losses.items()}  # the next replay writes over them
+
+    return replay
 
 
 # ---- Loading

@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from clip_reward import Labeller, RewardArgs, UsageError, make_reward
+from clip_reward import Labeller, RewardArgs, UsageError, make_reward, replayed
 
 SCRIPT = Path(__file__).stem
 
@@ -277,6 +277,10 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer}  # of a checkpoint
     global_step, best_return, _lock = open_run(args, labeller, rb, parts)  # locked as long as _lock lives
 
+    def update() -> dict:
+        batch = rb.sample(args.batch_size, args.n_step)
+        return dqn_update(q_network, target_network, optimizer, batch, args)
+
     def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
@@ -303,12 +307,13 @@ def train(args: Args, labeller: Labeller) -> None:
 
         # ---- Learn, at the same time: DQN on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
+        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
+        optimizer.param_groups[0] |= {"lr": learning_rate, "capturable": device.type == "cuda"}
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
+            fast_update = replayed(update, device)
             for _ in range(args.gradient_steps):
-                batch = rb.sample(args.batch_size, args.n_step)
-                for name, loss in dqn_update(q_network, target_network, optimizer, batch, args).items():
+                for name, loss in fast_update().items():
                     losses[name].append(loss)
 
         # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).

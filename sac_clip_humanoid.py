@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from clip_reward import THREADS, Labeller, RewardArgs, UsageError, make_reward
+from clip_reward import THREADS, Labeller, RewardArgs, UsageError, make_reward, replayed
 
 SCRIPT = Path(__file__).stem
 
@@ -126,7 +126,7 @@ class Humanoids(gymnasium.vector.SyncVectorEnv):
         options = {f"include_{name}_in_observation": args.full_obs for name in full}
         options["exclude_current_positions_from_observation"] = False
         super().__init__([lambda: gymnasium.make("Humanoid-v5", **options)] * num_envs)
-        self.pool = ThreadPoolExecutor(THREADS)
+        self.pool = ThreadPoolExecutor(min(THREADS, 8))  # more than 8 were slower on 16 cores
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """As in Gymnasium, without rewards; in MuJoCo's C code several robots move at once."""
@@ -518,6 +518,10 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
     global_step, best_return, _lock = open_run(args, labeller, rb, parts)  # locked as long as _lock lives
 
+    def update(update_actor: bool) -> dict:
+        batch = rb.sample(args.batch_size, args.n_step)
+        return sac_update(sac, optimizers, batch, update_actor, args)
+
     def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
@@ -543,14 +547,14 @@ def train(args: Args, labeller: Labeller) -> None:
         # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         share = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
+        now = {"lr": args.learning_rate * share, "capturable": device.type == "cuda"}
         for optimizer in optimizers.values():
-            optimizer.param_groups[0]["lr"] = args.learning_rate * share
+            optimizer.param_groups[0] |= now
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
+            fast_update = replayed(update, device)
             for i in range(args.gradient_steps):
-                batch = rb.sample(args.batch_size, args.n_step)
-                update_actor = i % args.policy_frequency == 0
-                for name, loss in sac_update(sac, optimizers, batch, update_actor, args).items():
+                for name, loss in fast_update(i % args.policy_frequency == 0).items():
                     losses[name].append(loss)
 
         # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).
@@ -755,17 +759,17 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
 
 
 @cache
-def picture_scene(textures: str, camera: str) -> Scene:  # a second's work, once
-    return Scene(240, 240, textures, camera, 2, 4, torch.device("cpu"))
+def picture_scene(textures: str, camera: str, device: str) -> Scene:  # a second's work, once
+    return Scene(240, 240, textures, camera, 2, 4, torch.device("cuda:0" if device == "cuda" else "cpu"))
 
 
 def pictures(states: torch.Tensor, rewards: torch.Tensor, count: int, args: Args) -> np.ndarray:
     """States (T, N, S), rewards (T, N) -> captioned frames of `count` steps (count, N, H, W, 3)."""
-    scene = picture_scene(args.textures, args.camera)
+    scene = picture_scene(args.textures, args.camera, args.device)
     images = []
     steps = np.linspace(0, len(states) - 1, count).round().astype(int)
     for t in tqdm(steps, "render pictures", leave=False, disable=None):
-        frames, _ = scene.render(states[t, :, :POSE_SIZE])
+        frames = scene.render(states[t, :, :POSE_SIZE])[0].cpu()
         for frame, reward in zip(F.pad(frames, (0, 0, 0, 24)).permute(0, 2, 3, 1).numpy(), rewards[t]):
             image = Image.fromarray(frame)
             text = f"step {t + 1}   reward {reward:.3f}"

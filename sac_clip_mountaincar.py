@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from clip_reward import Labeller, RewardArgs, UsageError, make_reward
+from clip_reward import Labeller, RewardArgs, UsageError, make_reward, replayed
 
 SCRIPT = Path(__file__).stem
 
@@ -436,6 +436,9 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
     global_step, best_return, _lock = open_run(args, labeller, rb, parts)  # locked as long as _lock lives
 
+    def update() -> dict:
+        return sac_update(sac, optimizers, rb.sample(args.batch_size, args.n_step), args)
+
     def checkpoint(name: str) -> None:  # with the rounds' files all that the rest of the training depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         content |= {"script": SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
@@ -460,13 +463,14 @@ def train(args: Args, labeller: Labeller) -> None:
 
         # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
+        now = {"lr": args.learning_rate, "capturable": device.type == "cuda"}  # after --resume perhaps others
         for optimizer in optimizers.values():
-            optimizer.param_groups[0]["lr"] = args.learning_rate  # after --resume perhaps another one
+            optimizer.param_groups[0] |= now
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
+            fast_update = replayed(update, device)
             for _ in range(args.gradient_steps):
-                batch = rb.sample(args.batch_size, args.n_step)
-                for name, loss in sac_update(sac, optimizers, batch, args).items():
+                for name, loss in fast_update().items():
                     losses[name].append(loss)
 
         # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).

@@ -37,7 +37,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from clip_reward import native_precision, one_line
+from clip_reward import native_precision, one_line, replayed
 from reward_check.dataset import Script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,24 +87,30 @@ def run_loop(script: str, options: dict, rounds: int) -> float:
 
 
 def parts(script: ModuleType, settings) -> tuple:
-    """-> the script's environments, policy and replay buffer, and a function that makes update number k."""
+    """-> the script's environments, policy and replay buffer, and a function that makes an update.
+
+    The humanoid's takes whether the actor is updated, too.
+    """
     device = torch.device(settings.device)
     size = settings.batch_size
     if script.__name__ == "dqn_clip_cartpole":
         envs = script.CartPole(settings.num_envs)
         rb = script.ReplayBuffer(settings, device)
         policy = script.QNetwork(settings).to(device)
-        dqn = policy, deepcopy(policy), torch.optim.Adam(policy.parameters(), fused=True)
+        optimizer = torch.optim.Adam(policy.parameters(), fused=True, capturable=device.type == "cuda")
+        dqn = policy, deepcopy(policy), optimizer
         sample = partial(rb.sample, size, settings.n_step)
-        return envs, policy, rb, lambda k: script.dqn_update(*dqn, sample(), settings)
+        return envs, policy, rb, lambda: script.dqn_update(*dqn, sample(), settings)
 
     if script.__name__ == "sac_clip_mountaincar":
         envs = script.MountainCar(settings.num_envs)
         rb = script.ReplayBuffer(settings, device)
         sac = script.SAC().to(device)
         optimizers = sac.optimizers(settings.learning_rate)
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["capturable"] = device.type == "cuda"
         sample = partial(rb.sample, size, settings.n_step)
-        return envs, sac.policy, rb, lambda k: script.sac_update(sac, optimizers, sample(), settings)
+        return envs, sac.policy, rb, lambda: script.sac_update(sac, optimizers, sample(), settings)
 
     envs = script.Humanoids(settings.num_envs, settings)
     envs.pool = ThreadPoolExecutor(1)  # alone on one core, as the other phases
@@ -112,10 +118,12 @@ def parts(script: ModuleType, settings) -> tuple:
     rb = script.ReplayBuffer(state_size, settings, device)
     sac = script.SAC(state_size, settings).to(device)
     optimizers = sac.optimizers(settings.learning_rate)
+    for optimizer in optimizers.values():
+        optimizer.param_groups[0]["capturable"] = device.type == "cuda"
 
-    def update(k: int) -> None:
-        update_actor = k % settings.policy_frequency == 0
-        script.sac_update(sac, optimizers, rb.sample(size, settings.n_step), update_actor, settings)
+    def update(update_actor: bool) -> dict:
+        batch = rb.sample(size, settings.n_step)
+        return script.sac_update(sac, optimizers, batch, update_actor, settings)
 
     return envs, sac.policy, rb, update
 
@@ -169,8 +177,12 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
             rb.add(*script.rollout(actor, 0.5, envs, SimpleNamespace(add=played.append), 1, settings), 0.0)
 
         def learn(*_) -> None:
+            fast_update = replayed(update, device)
             for k in range(updates):
-                update(k)
+                if name == "sac_clip_humanoid":
+                    fast_update(k % settings.policy_frequency == 0)
+                else:
+                    fast_update()
 
         simulate = rate(play, [range(steps)])
         updating = rate(learn, [range(steps)])

@@ -8,13 +8,15 @@ import json
 import sys
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import mujoco_warp
 import pytest
 import torch
 import warp
+from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,6 +24,7 @@ import clip_reward
 import dqn_clip_cartpole
 import sac_clip_humanoid
 import sac_clip_mountaincar
+from benchmarks import throughput
 
 SCRIPTS = {module.SCRIPT: module for module in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
 CPU = torch.device("cpu")
@@ -162,7 +165,9 @@ def gpu(request, monkeypatch):
         "warp.to_torch": to_torch_there,
         "mujoco_warp.render": render_there,
         "clip_reward.ThreadPoolExecutor": Inline,
+        "clip_reward.replayed": lambda update, _: update,  # recorded is only what a real GPU does
     }
+    fakes |= {f"{script}.replayed": fakes["clip_reward.replayed"] for script in SCRIPTS}
     for name, fake in fakes.items():
         monkeypatch.setattr(name, fake)
     ways.clear()
@@ -360,6 +365,27 @@ def test_frames_and_rewards_are_those_of_a_cpu_in_the_order_of_the_states(script
         worker.label(states)
     apart = (frames[0] - frames[1]).abs() > 2
     assert apart.float().mean() <= (1e-3 if script == "sac_clip_humanoid" else 0)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_updates_that_are_replayed_are_those_that_are_not(script, device):
+    """On a GPU recorded as a graph: the same samples, noise, losses and weights."""
+    module, args = SCRIPTS[script], settings(script, device)
+    args.num_envs, args.episode_length, args.total_timesteps = 4, 20, 800
+    kinds = [(k % 2 == 0,) if script == "sac_clip_humanoid" else () for k in range(20)]
+    found = []
+    for wrap in (lambda update, _: update, clip_reward.replayed):
+        torch.manual_seed(1)
+        envs, policy, rb, update = throughput.parts(module, args)
+        played = module.rollout(deepcopy(policy).cpu(), 0.5, envs, SimpleNamespace(add=len), 1, args)
+        rb.add(*played, torch.rand(20, 4))
+        before = parameters_to_vector(policy.parameters())
+        torch.manual_seed(2)
+        fast_update = wrap(update, torch.device(device))
+        losses = [torch.stack([*fast_update(*kind).values()]) for kind in kinds]
+        found.append([parameters_to_vector(policy.parameters()), *losses])
+        assert (found[-1][0] - before).norm() > 0.01 and (losses[-1] != losses[-3]).all()
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.slow
