@@ -87,7 +87,12 @@ def describe(*code: str) -> dict:
     commit = git("log", "-1", "--format=%h")
     if git("status", "--porcelain", "--untracked-files=no"):
         commit += " and changes"
-    return {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "commit": commit, "tiny": TINY}
+    import torch
+
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        machine = f"{machine}, {torch.cuda.get_device_name()}"
+    return {"machine": machine, "commit": commit, "tiny": TINY}
 
 
 def about(script: str) -> None:
