@@ -415,8 +415,9 @@ def replayed(update: Callable[..., dict], device: torch.device) -> Callable[...,
             return update(*arguments)
         if graphs[arguments] is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads do not wait
-                graphs[arguments] = graph, update(*arguments)
+            with torch.cuda.device(device):  # Warp leaves the last GPU current; other threads go on meanwhile
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    graphs[arguments] = graph, update(*arguments)
         graph, losses = graphs[arguments]
         graph.replay()
         return {name: loss.clone() for name, loss in losses.items()}  # the next replay writes over them
