@@ -3,7 +3,7 @@
 The one module that the scripts share: the reward of "Vision-Language Models are Zero-Shot Reward Models for
 Reinforcement Learning" (Rocamonde et al., ICLR 2024, arXiv 2310.12921); that of "Vision-Language Models as a
 Source of Rewards" (Baumli et al., 2023, arXiv 2312.09187), which asks which of several sentences fits; their
-settings; and the `Labeller`, which has many frames rewarded at once.
+settings; the `Labeller`, which has many frames rewarded at once; and `replayed`, a GPU's fast updates.
 
     reward = CLIPReward("ViT-B-32/openai", "pole vertically upright on top of the cart", "pole and cart", 0.5)
     reward(frames)  # (N, 3, H, W) uint8 -> (N,) float32
@@ -401,9 +401,10 @@ class RayWorker:
 def replayed(update: Callable[..., dict], device: torch.device) -> Callable[..., dict]:
     """On a GPU an update is recorded as a CUDA graph and replayed: Python launches its kernels too slowly.
 
-    Of the calls with the same arguments the first runs, so that libraries get ready, the second is recorded.
-    What is replayed reads and writes the same tensors and draws new random numbers, but Python's own numbers
-    (a learning rate, how much there is to sample) stay what they were: record anew when they change.
+    Of the calls with the same arguments the first just runs, so that libraries get ready; the second is
+    recorded; the others replay it, with the same tensors and new random numbers, but with Python's own
+    numbers (a learning rate, how much there is to sample) as they were: record anew when these change.
+    What the update returns must be detached, and its optimizers `capturable`.
     """
     if device.type == "cpu":
         return update
@@ -415,9 +416,9 @@ def replayed(update: Callable[..., dict], device: torch.device) -> Callable[...,
             return update(*arguments)
         if graphs[arguments] is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(device):  # Warp leaves the last GPU current; other threads go on meanwhile
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    graphs[arguments] = graph, update(*arguments)
+            # On this GPU, whichever Warp has left current; other threads work on.
+            with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                graphs[arguments] = graph, update(*arguments)
         graph, losses = graphs[arguments]
         graph.replay()
         return {name: loss.clone() for name, loss in losses.items()}  # the next replay writes over them

@@ -423,7 +423,8 @@ class SAC(nn.Module):
             "actor_optimizer": self.actor.parameters(),
             "ent_coef_optimizer": [self.log_ent_coef],
         }
-        return {name: torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
+        how = {"lr": learning_rate, "fused": True, "capturable": True}
+        return {name: torch.optim.Adam(group, **how) for name, group in groups.items()}
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, args: Args) -> dict:
@@ -547,9 +548,8 @@ def train(args: Args, labeller: Labeller) -> None:
         # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         share = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
-        now = {"lr": args.learning_rate * share, "capturable": device.type == "cuda"}
         for optimizer in optimizers.values():
-            optimizer.param_groups[0] |= now
+            optimizer.param_groups[0]["lr"] = args.learning_rate * share
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
             fast_update = replayed(update, device)
@@ -759,7 +759,7 @@ def evaluate(policy: nn.Module, episodes: int, labeller: Labeller, args: Args) -
 
 
 @cache
-def picture_scene(textures: str, camera: str, device: str) -> Scene:  # a second's work, once
+def picture_scene(textures: str, camera: str, device: str) -> Scene:  # made once
     return Scene(240, 240, textures, camera, 2, 4, torch.device("cuda:0" if device == "cuda" else "cpu"))
 
 

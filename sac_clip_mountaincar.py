@@ -350,7 +350,8 @@ class SAC(nn.Module):
 
     def optimizers(self, learning_rate: float) -> dict[str, torch.optim.Adam]:
         groups = {"q_optimizer": self.critics.parameters(), "actor_optimizer": self.policy.parameters()}
-        return {name: torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
+        how = {"lr": learning_rate, "fused": True, "capturable": True}
+        return {name: torch.optim.Adam(group, **how) for name, group in groups.items()}
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
@@ -463,9 +464,8 @@ def train(args: Args, labeller: Labeller) -> None:
 
         # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
-        now = {"lr": args.learning_rate, "capturable": device.type == "cuda"}  # after --resume perhaps others
         for optimizer in optimizers.values():
-            optimizer.param_groups[0] |= now
+            optimizer.param_groups[0]["lr"] = args.learning_rate  # after --resume perhaps another one
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
             fast_update = replayed(update, device)

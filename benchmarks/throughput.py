@@ -97,7 +97,7 @@ def parts(script: ModuleType, settings) -> tuple:
         envs = script.CartPole(settings.num_envs)
         rb = script.ReplayBuffer(settings, device)
         policy = script.QNetwork(settings).to(device)
-        optimizer = torch.optim.Adam(policy.parameters(), fused=True, capturable=device.type == "cuda")
+        optimizer = torch.optim.Adam(policy.parameters(), fused=True, capturable=True)
         dqn = policy, deepcopy(policy), optimizer
         sample = partial(rb.sample, size, settings.n_step)
         return envs, policy, rb, lambda: script.dqn_update(*dqn, sample(), settings)
@@ -107,8 +107,6 @@ def parts(script: ModuleType, settings) -> tuple:
         rb = script.ReplayBuffer(settings, device)
         sac = script.SAC().to(device)
         optimizers = sac.optimizers(settings.learning_rate)
-        for optimizer in optimizers.values():
-            optimizer.param_groups[0]["capturable"] = device.type == "cuda"
         sample = partial(rb.sample, size, settings.n_step)
         return envs, sac.policy, rb, lambda: script.sac_update(sac, optimizers, sample(), settings)
 
@@ -118,8 +116,6 @@ def parts(script: ModuleType, settings) -> tuple:
     rb = script.ReplayBuffer(state_size, settings, device)
     sac = script.SAC(state_size, settings).to(device)
     optimizers = sac.optimizers(settings.learning_rate)
-    for optimizer in optimizers.values():
-        optimizer.param_groups[0]["capturable"] = device.type == "cuda"
 
     def update(update_actor: bool) -> dict:
         batch = rb.sample(size, settings.n_step)
@@ -179,10 +175,8 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
         def learn(*_) -> None:
             fast_update = replayed(update, device)
             for k in range(updates):
-                if name == "sac_clip_humanoid":
-                    fast_update(k % settings.policy_frequency == 0)
-                else:
-                    fast_update()
+                kind = (k % settings.policy_frequency == 0,) if name == "sac_clip_humanoid" else ()
+                fast_update(*kind)
 
         simulate = rate(play, [range(steps)])
         updating = rate(learn, [range(steps)])

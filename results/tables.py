@@ -91,7 +91,7 @@ def describe(*code: str) -> dict:
 
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     if torch.cuda.is_available():
-        machine = f"{machine}, {torch.cuda.get_device_name()}"
+        machine += f", {torch.cuda.get_device_name()}"
     return {"machine": machine, "commit": commit, "tiny": TINY}
 
 
