@@ -357,9 +357,11 @@ def plot_curves(claim: str, output: Path) -> None:
 def plot_table1(output: Path) -> None:
     """For each task an episode of the seed with the highest success."""
     rows = read(output / "table1.csv")
-    _, axes = plt.subplots(len(TASKS), 1, figsize=(11, 1.95 * len(TASKS)), layout="constrained")
-    for axis, task in zip(axes, TASKS):
-        seeds = [row for row in rows if kind_of(row) == f"table1/{task}"]
+    kinds = dict.fromkeys(map(kind_of, rows))
+    height = 1.95 * len(kinds)
+    _, axes = plt.subplots(len(kinds), 1, figsize=(11, height), layout="constrained", squeeze=False)
+    for axis, kind in zip(axes.flat, kinds):
+        seeds = [row for row in rows if kind_of(row) == kind]
         best = max(seeds, key=lambda row: float(row["success_rate"]))
         seed = f"seed {best['seed']}"
         if len(seeds) > 1:
@@ -372,17 +374,20 @@ def plot_table1(output: Path) -> None:
 
 def plot_hacking(output: Path) -> None:
     """CLIP return and success over training, a panel for each task of the humanoid, all its seeds in it."""
-    figure, axes = plt.subplots(2, 4, figsize=(13, 5), layout="constrained")
     rows = read(output / "table1.csv")
-    for axis, task in zip(axes.flat, TASKS):
+    kinds = dict.fromkeys(map(kind_of, rows))
+    figure, axes = plt.subplots(2, -(-len(kinds) // 2), figsize=(13, 5), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(kinds) :]:
+        axis.remove()
+    for axis, kind in zip(axes.flat, kinds):
         twin = axis.twinx()
         for row in rows:
-            if kind_of(row) == f"table1/{task}":
+            if kind_of(row) == kind:
                 points = curve(output, row["run"])
                 axis.plot(points["step"] / 1000, points["clip_return"], "tab:blue", linewidth=0.8)
                 twin.plot(points["step"] / 1000, points["success_rate"], "tab:orange", linewidth=0.8)
         twin.set_ylim(-0.05, 1.05)
-        axis.set_title(task.replace("-", " "), fontsize="small")
+        axis.set_title(kind.removeprefix("table1/").replace("-", " "), fontsize="small")
         axis.tick_params(axis="y", labelcolor="tab:blue")
         twin.tick_params(axis="y", labelcolor="tab:orange")
     both = "Blue, left: CLIP return of a round. Orange, right: its success rate."
