@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+import textwrap
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -358,7 +359,7 @@ def plot_table1(output: Path) -> None:
     """For each task an episode of the seed with the highest success."""
     rows = read(output / "table1.csv")
     kinds = dict.fromkeys(map(kind_of, rows))
-    height = 1.95 * len(kinds)
+    height = 2.05 * len(kinds)
     _, axes = plt.subplots(len(kinds), 1, figsize=(11, height), layout="constrained", squeeze=False)
     for axis, kind in zip(axes.flat, kinds):
         seeds = [row for row in rows if kind_of(row) == kind]
@@ -367,9 +368,9 @@ def plot_table1(output: Path) -> None:
         if len(seeds) > 1:
             seed += f", the best of {len(seeds)}"
         title = f"“{best['prompt']}” ({seed}: success {best['success_rate']})"
-        title += f"\nsuccess asks for: {KINDS[kind_of(best)]['condition']}"
-        title += f"; so it is in {float(best['ground_truth_return']):.0f} of 100 steps"
-        show_frames(axis, output, best["run"], title)
+        asks = f"success asks for: {KINDS[kind_of(best)]['condition']}"
+        asks += f"; so it is in {float(best['ground_truth_return']):.0f} of 100 steps"
+        show_frames(axis, output, best["run"], title + "\n" + textwrap.fill(asks, 140))
 
 
 def plot_hacking(output: Path) -> None:
