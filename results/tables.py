@@ -370,7 +370,7 @@ def plot_table1(output: Path) -> None:
         title = f"“{best['prompt']}” ({seed}: success {best['success_rate']})"
         asks = f"success asks for: {KINDS[kind_of(best)]['condition']}"
         asks += f"; so it is in {float(best['ground_truth_return']):.0f} of 100 steps"
-        show_frames(axis, output, best["run"], title + "\n" + textwrap.fill(asks, 140))
+        show_frames(axis, output, best["run"], title + "\n" + textwrap.fill(asks, 165))
 
 
 def plot_hacking(output: Path) -> None:
