@@ -272,8 +272,7 @@ def train(args: Args, labeller: Labeller) -> None:
     torch.manual_seed(args.seed)
     q_network = QNetwork(args).to(device)
     target_network = deepcopy(q_network)  # the running mean of its weights acts, too: it is steadier
-    how = {"lr": args.learning_rate, "fused": True, "capturable": True}
-    optimizer = torch.optim.Adam(q_network.parameters(), **how)
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     rb = ReplayBuffer(args, device)
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer}  # of a checkpoint
     global_step, best_return, _lock = open_run(args, labeller, rb, parts)  # locked as long as _lock lives
@@ -308,10 +307,11 @@ def train(args: Args, labeller: Labeller) -> None:
 
         # ---- Learn, at the same time: DQN on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
+        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
+        optimizer.param_groups[0] |= {"lr": learning_rate, "capturable": True}
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
-            fast_update = replayed(update, device)
+            fast_update = replayed(update, device)  # anew: there is more to sample
             for _ in range(args.gradient_steps):
                 for name, loss in fast_update().items():
                     losses[name].append(loss)

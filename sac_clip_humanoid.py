@@ -423,8 +423,7 @@ class SAC(nn.Module):
             "actor_optimizer": self.actor.parameters(),
             "ent_coef_optimizer": [self.log_ent_coef],
         }
-        how = {"lr": learning_rate, "fused": True, "capturable": True}
-        return {name: torch.optim.Adam(group, **how) for name, group in groups.items()}
+        return {name: torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, args: Args) -> dict:
@@ -549,10 +548,10 @@ def train(args: Args, labeller: Labeller) -> None:
         torch.manual_seed(learn_seed)
         share = 1 - global_step / args.total_timesteps if args.anneal_lr else 1
         for optimizer in optimizers.values():
-            optimizer.param_groups[0]["lr"] = args.learning_rate * share
+            optimizer.param_groups[0] |= {"lr": args.learning_rate * share, "capturable": True}
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
-            fast_update = replayed(update, device)
+            fast_update = replayed(update, device)  # anew: there is more to sample
             for i in range(args.gradient_steps):
                 for name, loss in fast_update(i % args.policy_frequency == 0).items():
                     losses[name].append(loss)

@@ -350,8 +350,7 @@ class SAC(nn.Module):
 
     def optimizers(self, learning_rate: float) -> dict[str, torch.optim.Adam]:
         groups = {"q_optimizer": self.critics.parameters(), "actor_optimizer": self.policy.parameters()}
-        how = {"lr": learning_rate, "fused": True, "capturable": True}
-        return {name: torch.optim.Adam(group, **how) for name, group in groups.items()}
+        return {name: torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
@@ -465,10 +464,11 @@ def train(args: Args, labeller: Labeller) -> None:
         # ---- Learn, at the same time: SAC on the rounds before (the first has none).
         torch.manual_seed(learn_seed)
         for optimizer in optimizers.values():
-            optimizer.param_groups[0]["lr"] = args.learning_rate  # after --resume perhaps another one
+            # After --resume the rate is perhaps another one.
+            optimizer.param_groups[0] |= {"lr": args.learning_rate, "capturable": True}
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
-            fast_update = replayed(update, device)
+            fast_update = replayed(update, device)  # anew: there is more to sample
             for _ in range(args.gradient_steps):
                 for name, loss in fast_update().items():
                     losses[name].append(loss)

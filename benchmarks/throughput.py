@@ -107,6 +107,8 @@ def parts(script: ModuleType, settings) -> tuple:
         rb = script.ReplayBuffer(settings, device)
         sac = script.SAC().to(device)
         optimizers = sac.optimizers(settings.learning_rate)
+        for optimizer in optimizers.values():
+            optimizer.param_groups[0]["capturable"] = True
         sample = partial(rb.sample, size, settings.n_step)
         return envs, sac.policy, rb, lambda: script.sac_update(sac, optimizers, sample(), settings)
 
@@ -116,6 +118,8 @@ def parts(script: ModuleType, settings) -> tuple:
     rb = script.ReplayBuffer(state_size, settings, device)
     sac = script.SAC(state_size, settings).to(device)
     optimizers = sac.optimizers(settings.learning_rate)
+    for optimizer in optimizers.values():
+        optimizer.param_groups[0]["capturable"] = True
 
     def update(update_actor: bool) -> dict:
         batch = rb.sample(size, settings.n_step)

@@ -85,11 +85,11 @@ def describe(*code: str) -> dict:
         command = ["git", *words, "--", *code, "tiny_clip/*.safetensors", ":!tests", ":!results"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
+    import torch
+
     commit = git("log", "-1", "--format=%h")
     if git("status", "--porcelain", "--untracked-files=no"):
         commit += " and changes"
-    import torch
-
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     if torch.cuda.is_available():
         machine += f", {torch.cuda.get_device_name()}"
@@ -368,7 +368,7 @@ def plot_table1(output: Path) -> None:
         if len(seeds) > 1:
             seed += f", the best of {len(seeds)}"
         title = f"“{best['prompt']}” ({seed}: success {best['success_rate']})"
-        asks = f"success asks for: {KINDS[kind_of(best)]['condition']}"
+        asks = f"success asks for: {KINDS[kind]['condition']}"
         asks += f"; so it is in {float(best['ground_truth_return']):.0f} of 100 steps"
         show_frames(axis, output, best["run"], title + "\n" + textwrap.fill(asks, 165))
 
@@ -377,7 +377,8 @@ def plot_hacking(output: Path) -> None:
     """CLIP return and success over training, a panel for each task of the humanoid, all its seeds in it."""
     rows = read(output / "table1.csv")
     kinds = dict.fromkeys(map(kind_of, rows))
-    figure, axes = plt.subplots(2, -(-len(kinds) // 2), figsize=(13, 5), layout="constrained", squeeze=False)
+    columns = (len(kinds) + 1) // 2
+    figure, axes = plt.subplots(2, columns, figsize=(13, 5), layout="constrained", squeeze=False)
     for axis in axes.flat[len(kinds) :]:
         axis.remove()
     for axis, kind in zip(axes.flat, kinds):

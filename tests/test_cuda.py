@@ -155,6 +155,7 @@ def gpu(request, monkeypatch):
         pytest.skip("a pretended GPU is for machines without one; here the tests below use the real one")
     tensor, load, get_device = torch.tensor, torch.load, warp.get_device
     to_torch, render, current = warp.to_torch, mujoco_warp.render, []
+    recording = []
 
     def load_on_cpu(*args, map_location=None, **how):
         assert map_location == "cpu", "what was saved on a GPU would go there again"
@@ -181,14 +182,18 @@ def gpu(request, monkeypatch):
     def record(graph, capture_error_mode):
         assert current[-1] == CUDA and capture_error_mode == "thread_local"
         first = len(numbers)
+        recording.append(graph)
         yield
+        recording.pop()
         graph.numbers = numbers[first:]
+
+    def check(optimizer):
+        assert not recording or all(group["capturable"] for group in optimizer.param_groups)
 
     def group(lists, *_):
         return {(lists[0][0].device, None): (lists, None)}
 
     quiet = "torch.cuda._lazy_init", "torch.cuda.current_stream", "warp.set_stream", "warp.stream_from_torch"
-    quiet += ("torch.optim.Optimizer._accelerator_graph_capture_health_check",)
     fakes = dict.fromkeys(quiet, lambda *_: None) | {
         "torch.__future__.get_overwrite_module_params_on_conversion": lambda: True,
         "torch.cuda.is_available": lambda: True,
@@ -206,6 +211,7 @@ def gpu(request, monkeypatch):
         "warp.to_torch": to_torch_there,
         "mujoco_warp.render": render_there,
         "clip_reward.ThreadPoolExecutor": Inline,
+        "torch.optim.Optimizer._accelerator_graph_capture_health_check": check,
         "torch.cuda.CUDAGraph": Graph,
         "torch.cuda.graph": record,
         "torch.cuda.device": current_device,
@@ -295,6 +301,7 @@ DEFECTS = [
     ("dqn_clip_cartpole", "(batch_size,), device=self.rewards.device)", "(batch_size,))"),
     ("dqn_clip_cartpole", "torch.stack([rewards.cpu(), ", "torch.stack([rewards, "),
     ("dqn_clip_cartpole", "replayed(update, device)", "vars(args).setdefault(0, replayed(update, device))"),
+    ("dqn_clip_cartpole", ', "capturable": True', ""),
     ("dqn_clip_cartpole", 'map_location="cpu", ', ""),
     ("sac_clip_mountaincar", "torch.arange(columns, device=self.device)", "torch.arange(columns)"),
     ("sac_clip_mountaincar", "torch.randn_like(actions)", "torch.randn(actions.shape)"),
@@ -371,7 +378,7 @@ def test_a_reward_program_works_beside_a_gpu(script, gpu, tmp_path, monkeypatch)
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("on a real GPU, and there is none here; on the CPU the same test runs")
+        pytest.skip("needs a real GPU; on the CPU the same test runs")
     return request.param
 
 
@@ -440,7 +447,7 @@ def test_updates_that_are_replayed_are_those_that_are_not(script, gpu):
     assert Graph.made == (2 if script == "sac_clip_humanoid" else 1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a real GPU; above on a pretended one")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a real GPU; the test above pretends one")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_updates_that_a_gpu_replays_are_those_that_it_does_not(script):
     compare_updates(script)
