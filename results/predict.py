@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import matplotlib
@@ -24,7 +25,7 @@ import tyro
 from scipy.stats import rankdata
 
 from clip_reward import Labeller
-from results.tables import HERE, PREDICTED, RUNS, TINY, describe, kind_of, read, write
+from results.tables import HERE, PREDICTED, RUNS, TINY, describe, kind_of, read, wilson, write
 from reward_check.dataset import load, script_of
 from reward_check.dose import Noise
 from reward_check.reward_models import measure
@@ -49,17 +50,16 @@ def rewards_of(script: str, options: str, datasets: Path) -> tuple[str, torch.Te
 
 
 def of_results(datasets: Path) -> Iterator[dict]:
-    """A row for each kind of run with a CLIP reward: task, group, name, figures, success of its seeds."""
+    """A row for each kind of run with a CLIP reward: what it is, figures, success of its seeds."""
     for claim in PREDICTED:
         found = [row for row in read(HERE / f"{claim}.csv") if row["run"] in RUNS and row["tiny"] == TINY]
         for kind, group in groupby(found, kind_of):
             runs = list(group)
-            success = [float(run["success_rate"]) for run in runs]
             if not kind.endswith(("/truth", "/bf16")):
-                task, *both = rewards_of(runs[0]["script"], runs[0]["options"], datasets)
-                row = {"task": task, "group": claim, "name": kind.partition("/")[2], "seeds": len(runs)}
-                spread = {"success_rate": np.mean(success), "lowest": min(success), "highest": max(success)}
-                yield row | measure(*both, 1000, 1) | spread
+                script = runs[0]["script"]
+                task, *both = rewards_of(script, runs[0]["options"], datasets)
+                row = {"script": script, "task": task, "group": claim, "name": kind.partition("/")[2]}
+                yield row | measure(*both, 1000, 1) | succeeded([float(run["success_rate"]) for run in runs])
 
 
 def of_doses(runs: tuple[Path, ...], datasets: Path) -> Iterator[dict]:
@@ -69,9 +69,14 @@ def of_doses(runs: tuple[Path, ...], datasets: Path) -> Iterator[dict]:
         task = run["script"].split("_")[-1]
         _, states, label, _ = load(datasets / task)
         group = run["errors"] + ("" if run["fixed"] else ", drawn at each visit")
-        row = {"task": task, "group": group, "name": f"{run['wrong']:g}", "seeds": 1}
-        figures = measure(Noise(**run)(states)[:, 0], label, 1000, 1)
-        yield row | figures | {"success_rate": success, "lowest": success, "highest": success}
+        row = {"script": run["script"], "task": task, "group": group, "name": f"{run['wrong']:g}"}
+        yield row | measure(Noise(**run)(states)[:, 0], label, 1000, 1) | succeeded([success])
+
+
+def succeeded(rates: list[float]) -> dict:
+    """Success rates of the seeds -> what is told of them; a run at 0.9 or above has learned its task."""
+    spread = {"success_rate": np.mean(rates), "lowest": min(rates), "highest": max(rates)}
+    return {"seeds": len(rates), "learned": sum(rate >= 0.9 for rate in rates)} | spread
 
 
 def rank_correlation(rows: list[dict], figure: str, within: bool) -> str:
@@ -94,6 +99,30 @@ def rank_correlation(rows: list[dict], figure: str, within: bool) -> str:
     return f"{values[0]:.2f} ({low:.2f} to {high:.2f})"
 
 
+def doses(axis: plt.Axes, rows: list[dict], name: str) -> None:
+    """The share of each dose's seeds that learn, with its interval, against the mean of their figure."""
+    points = []
+    for _, group in groupby(rows, itemgetter("name")):
+        own = list(group)
+        learned = sum(row["learned"] for row in own)
+        low, high = wilson(learned, len(own))
+        share = learned / len(own)
+        points.append((np.mean([row[name] for row in own]), share, share - low, high - share))
+    x, share, *interval = np.array(points).T
+    axis.errorbar(x, share, interval, fmt="o-", alpha=0.7, elinewidth=0.7, capsize=3, label=rows[0]["group"])
+
+
+def dots(axis: plt.Axes, rows: list[dict], name: str) -> None:
+    """The mean success of each reward's seeds, from the lowest to the highest, against its figure."""
+    columns = (name, "success_rate", "lowest", "highest")
+    x, success, lowest, highest = np.array([[row[column] for column in columns] for row in rows]).T
+    spread = success - lowest, highest - success
+    axis.errorbar(x, success, spread, fmt="o", alpha=0.6, elinewidth=0.7, label=rows[0]["group"])
+    for row in rows:
+        if row["success_rate"] < 0.9:
+            axis.annotate(row["name"], (row[name], row["success_rate"]), fontsize="x-small")
+
+
 def main(
     runs: tuple[Path, ...] = (), datasets: Path = Path("runs/states"), output: Path = Path("predict.png")
 ) -> None:
@@ -104,30 +133,25 @@ def main(
     text = [{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} | made for row in rows]
     write(output.with_suffix(".csv"), text)
 
-    tasks = list(dict.fromkeys(row["task"] for row in rows)) if runs else ["all tasks"]
-    size = {"figsize": (12, 4.6 * len(tasks)), "layout": "constrained", "squeeze": False, "sharey": True}
-    figure, axes = plt.subplots(len(tasks), 2, **size)
-    for line, task in zip(axes, tasks):
-        shown = [row for row in rows if not runs or row["task"] == task]
+    if not runs:
+        for name, called in FIGURES.items():
+            both = (rank_correlation(rows, name, within) for within in (False, True))
+            print("{}, all {} rewards: rank correlation {}, within tasks {}".format(called, len(rows), *both))
+    scripts = list(dict.fromkeys(row["script"] for row in rows))
+    size = {"figsize": (12, 4.2 * len(scripts)), "layout": "constrained", "squeeze": False, "sharey": True}
+    figure, axes = plt.subplots(len(scripts), 2, **size)
+    for line, script in zip(axes, scripts):
+        shown = [row for row in rows if row["script"] == script]
         for axis, (name, called) in zip(line, FIGURES.items()):
-            about = f"{task}, {len(shown)} rewards: rank correlation {rank_correlation(shown, name, False)}"
-            if not runs:
-                about += f", within tasks {rank_correlation(shown, name, True)}"
+            about = f"{script.split('_')[-1]}, {len(shown)} rewards: rank correlation"
+            about += f" {rank_correlation(shown, name, False)}"
             print(f"{called}: {about}")
             axis.set_title(about, fontsize="small")
             axis.set_xlabel(called)
             for group in dict.fromkeys(row["group"] for row in shown):
                 own = [row for row in shown if row["group"] == group]
-                points = np.array([(row[name], row["success_rate"]) for row in own])
-                (dots,) = axis.plot(*points.T, "o", alpha=0.5, label=group)
-                if runs:
-                    doses = np.array([row["name"] for row in own])
-                    means = np.stack([points[doses == dose].mean(0) for dose in dict.fromkeys(doses)])
-                    axis.plot(*means.T, ":" if "drawn" in group else "-", color=dots.get_color())
-            for row in shown:
-                if not runs and row["success_rate"] < 0.9:
-                    axis.annotate(row["name"], (row[name], row["success_rate"]), fontsize="x-small")
-        line[0].set_ylabel("success of what was learned")
+                (doses if runs else dots)(axis, own, name)
+        line[0].set_ylabel("share of the runs that learn" if runs else "success of what was learned")
         line[1].legend(fontsize="x-small")
     figure.savefig(output, dpi=90)
 

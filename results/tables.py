@@ -268,15 +268,19 @@ def predict_table(name: str, output: Path) -> str:
     lines = []
     for about, group in groupby(read(output / f"{name}.csv"), itemgetter("task", "group", "name")):
         rows = list(group)
-        cells = [
-            spread([float(row[figure]) for row in rows], 2)
-            for figure in ("epic_balanced", "average_precision")
-        ]
-        success = [float(row[end]) for row in rows for end in ("lowest", "success_rate", "highest")]
-        seeds = sum(int(row["seeds"]) for row in rows)
-        lines.append([*about, *cells, seeds, spread(success, 2), commits(rows)])
-    head = "task | rewards | which | EPIC distance, half goal states | average precision | seeds"
-    return markdown(f"{head} | success rate | commit", lines)
+        distances, precisions = (
+            [float(row[name]) for row in rows] for name in ("epic_balanced", "average_precision")
+        )
+        distance = interval(rows[0], "epic_balanced") if len(rows) == 1 else spread(distances, 3)
+        seeds, learned = (sum(int(row[count]) for row in rows) for count in ("seeds", "learned"))
+        success = sum(float(row["success_rate"]) * int(row["seeds"]) for row in rows) / seeds
+        low, high = wilson(learned, seeds)
+        learned = f"{learned} of {seeds} ({low:.2f} to {high:.2f})"
+        cells = [distance, spread(precisions, 3), f"{success:.2f}"]
+        lines.append([*about, *cells, learned, commits(rows)])
+    head = "task | rewards | which | EPIC distance, half goal states | average precision"
+    head += " | success rate | runs at 0.9 or above (95 % interval of their share)"
+    return markdown(f"{head} | commit", lines)
 
 
 TABLES = {name: partial(runs_table, f"{name}/") for name in CLAIMS} | {

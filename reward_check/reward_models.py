@@ -119,12 +119,14 @@ def threshold(reward: torch.Tensor, label: torch.Tensor, precision: float = 0.95
 
 
 def measure(reward: torch.Tensor, label: torch.Tensor, resamples: int, seed: int) -> dict:
-    """Rewards and labels (N,) -> average precision, β, and both EPIC distances with their 95 % intervals."""
+    """Rewards and labels (N,) -> average precision, β, how many of the ten best rewarded states are no goal
+    states, and both EPIC distances with their 95 % intervals."""
     data = reward.numpy(), label.numpy()
     how = {"paired": True, "method": "percentile", "batch": 50, "n_resamples": resamples, "rng": seed}
     interval = bootstrap(data, distances, **how).confidence_interval
     measured = {"average_precision": average_precision_score(label, reward)}
     measured["threshold"] = threshold(reward, label)
+    measured["wrong_of_10"] = 10 - int(label[reward.topk(10).indices].sum())
     for name, *values in zip(("epic", "epic_balanced"), distances(*data), interval.low, interval.high):
         measured |= {name + end: value.item() for end, value in zip(("", "_low", "_high"), values)}
     return measured
