@@ -193,9 +193,7 @@ def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor | None, int]:
     """
     settings = json.loads((folder / "dataset.json").read_text())
     states = torch.from_numpy(np.load(folder / "states.npy"))
-    text = (
-        (folder / "labels.csv").read_text(encoding="utf-8-sig").replace(";", ",")
-    )  # as spreadsheets save it
+    text = (folder / "labels.csv").read_text(encoding="utf-8-sig").replace(";", ",")  # of a spreadsheet
     rows = {row["frame"]: row for row in csv.DictReader(text.splitlines())}
     rows = [rows[picture(i)] for i in range(len(states))]
     own = [(row["human_label"] or "").strip() for row in rows]

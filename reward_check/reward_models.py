@@ -132,6 +132,43 @@ def measure(reward: torch.Tensor, label: torch.Tensor, resamples: int, seed: int
     return measured
 
 
+# ---- What that has been worth: of the trainings in results/, those with rewards as good
+
+RESULTS = Path(__file__).parent.parent / "results"
+LIKELY, USELESS = 0.38, 0.58  # EPIC distances, half goal states; a test holds them against these trainings
+
+
+def trained(script: str, low: float, high: float) -> str:
+    """Of a script's runs from rewards with such a distance, how many learned: "3 of 9". Without those whose
+    errors were drawn anew at each visit, as a model's are not."""
+    rows = []
+    for name in ("dose", "predict"):
+        rows += csv.DictReader((RESULTS / f"{name}.csv").read_text().splitlines())
+    own = [row for row in rows if row["script"] == script and "drawn" not in row["group"]]
+    found = [row for row in own if low <= float(row["epic_balanced"]) <= high]
+    return " of ".join(str(sum(int(row[column]) for row in found)) for column in ("learned", "seeds"))
+
+
+def verdict(row: dict, settings: dict) -> str:
+    """What to expect of a training with this reward, where trainings so far say something about it."""
+    distance, low, high = (row[f"epic_balanced{end}"] for end in ("", "_low", "_high"))
+    why = f"EPIC distance {distance:.2f} ({low:.2f} to {high:.2f})"
+    why += f", {row['wrong_of_10']} of the 10 best rewarded frames are not the goal"
+    script = settings["script"]
+    if settings["runs"] or row["human_labels"]:
+        return f"no verdict: only fixed states with a condition's labels were compared with trainings; {why}"
+    if script not in ("dqn_clip_cartpole", "sac_clip_mountaincar"):
+        return f"no verdict: of CartPole and the car alone do these figures tell what is learned; {why}"
+    if low >= USELESS:
+        return f"not usable: {why}; {trained(script, USELESS, 1)} trainings with {USELESS} or more learned"
+    if high <= LIKELY and row["wrong_of_10"] < 3:
+        return (
+            f"likely to be learned: {why}; {trained(script, 0, LIKELY)} trainings with up to {LIKELY} learned"
+        )
+    told = f"{trained(script, LIKELY, USELESS)} trainings between {LIKELY} and {USELESS} learned"
+    return f"doubtful: {why}; {told}, all from truths with scattered errors"
+
+
 # ---- Embeddings
 
 
@@ -276,6 +313,8 @@ def main() -> int:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
     sheet.judged(args.output, rows, best, label, args.dataset)
     print(f"written to {args.output} and {table}")
+    for row, _ in best:
+        print(f"{sheet.describe(row)}: {verdict(row, settings)}")
     return 3 if skipped else 0
 
 

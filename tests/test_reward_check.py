@@ -20,9 +20,9 @@ import sac_clip_humanoid
 import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError, contrastive_reward, goal_baseline_reward
 from results import predict
-from results.tables import TABLES, read, write
+from results.tables import TABLES, read, wilson, write
 from reward_check import dataset, dose, reward_landscape, reward_models, robustness, sheet
-from reward_check.reward_models import balanced, epic_distance, measure
+from reward_check.reward_models import LIKELY, USELESS, balanced, epic_distance, measure, trained
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, LABELS, TABLE = Path("data"), Path("data/labels.csv"), Path("reward_models.csv")  # in a test's folder
@@ -168,7 +168,52 @@ def test_dose_and_response_from_training_to_picture(script, monkeypatch):
     assert cells[:4] == [f"| {task}", "both", "0", "0.000 (0.000 to 0.000)"]
 
 
-# ---- Predictions, and pictures that are changed
+# ---- Predictions, verdicts, and pictures that are changed
+
+
+def test_the_limits_of_verdicts_are_where_the_trainings_put_them():
+    """Nearly all of CartPole's and the car's runs with likely rewards learned, most with useless ones did not."""
+    for script in ("dqn_clip_cartpole", "sac_clip_mountaincar"):
+        runs = [trained(script, *limits).split(" of ") for limits in ((0, LIKELY), (USELESS, 1))]
+        (many, likely), (few, useless) = ((int(learned), int(count)) for learned, count in runs)
+        assert wilson(many, likely)[0] > 0.9 and wilson(few, useless)[1] < 0.7 and few / useless < 0.4
+    rewards = [row for row in read(ROOT / "results/predict.csv") if row["group"] in predict.PREDICTED]
+    assert len(rewards) > 30
+    for row in rewards:
+        row |= {name: float(row[name]) for name in ("epic_balanced", "success_rate")}
+        distance, learned = row["epic_balanced"], row["learned"] == row["seeds"]
+        if row["script"] != "sac_clip_humanoid":
+            assert learned and distance < LIKELY and int(row["wrong_of_10"]) < 3 or distance > USELESS
+    robots = [row for row in rewards if row["script"] == "sac_clip_humanoid"]
+    low, high = correlation(robots, False, "epic_balanced").partition("(")[2].strip(")").split(" to ")
+    assert float(low) < 0 < float(high)  # so there is no verdict on the robot
+
+
+def test_a_verdict_follows_its_limits(monkeypatch, tmp_path):
+    for name, group in (("dose", "both"), ("predict", "ladder")):
+        rows = [
+            {"script": "dqn_clip_cartpole", "group": group, "epic_balanced": LIKELY, "learned": 2, "seeds": 3}
+        ]
+        rows.append(rows[0] | {"group": "both, drawn at each visit"})
+        rows.append(rows[0] | {"epic_balanced": 0.9, "learned": 0})
+        write(tmp_path / f"{name}.csv", rows + [row | {"script": "another"} for row in rows])
+    monkeypatch.setattr(reward_models, "RESULTS", tmp_path)
+    fixed = {"script": "dqn_clip_cartpole", "runs": []}
+
+    def say(low: float, high: float, wrong: int = 0, people: int = 0, settings: dict = fixed) -> str:
+        row = {"epic_balanced": (low + high) / 2, "epic_balanced_low": low, "epic_balanced_high": high}
+        return reward_models.verdict(row | {"wrong_of_10": wrong, "human_labels": people}, settings)
+
+    likely = say(0.1, LIKELY, 2)
+    assert likely.startswith("likely to be learned: EPIC distance 0.24 (0.10 to 0.38), 2 of the 10 best")
+    assert "4 of 6 trainings with up to 0.38 learned" in likely
+    assert say(0.1, LIKELY, 3).startswith("doubtful") and say(0.1, LIKELY + 0.001).startswith("doubtful")
+    assert say(USELESS - 0.001, 0.9).startswith("doubtful: EPIC") and "4 of 6 trainings" in say(0.3, 0.4)
+    useless = say(USELESS, 0.9)
+    assert useless.startswith("not usable: EPIC") and "0 of 6 trainings with 0.58 or more" in useless
+    for other in ({"runs": ["runs/one"]}, {"script": "sac_clip_humanoid"}, {"script": "another"}):
+        assert say(0.1, 0.2, settings=fixed | other).startswith("no verdict: ")
+    assert say(0.1, 0.2, people=1).startswith("no verdict: ")
 
 
 def test_the_check_is_compared_with_the_success_of_runs(monkeypatch, capsys):
@@ -215,8 +260,8 @@ def test_ranks_within_tasks_are_blind_for_what_tasks_differ_in():
     assert correlation(rows, True).startswith("-1.00 (-1.00 to -1.00)")
 
 
-def correlation(rows: list[dict], within: bool) -> str:
-    return predict.rank_correlation(rows, "figure", within)
+def correlation(rows: list[dict], within: bool, figure: str = "figure") -> str:
+    return predict.rank_correlation(rows, figure, within)
 
 
 def test_objects_stand_around_the_robot_where_its_state_says():
@@ -389,10 +434,12 @@ def cartpole(call) -> list[str]:
 def test_table_sheet_and_kept_embeddings(cartpole, monkeypatch, call, capsys):
     negatives = ("a pole that fell", "a cart")
     call(*cartpole, 0, 0.5, "--negative-prompt", *negatives, "--prompt", "a fallen pole")
-    assert f"the labels are those of “{'; '.join(GOALS)}”" in capsys.readouterr().out
+    out = capsys.readouterr().out.strip().splitlines()
+    assert f"the labels are those of “{'; '.join(GOALS)}”" in out[1] and ": not usable: EPIC" in out[-1]
     call(*cartpole, 0, 0.5, "--negative-prompt", *negatives)
     rows, out = read(TABLE), capsys.readouterr().out
     assert "the labels are those of" not in out and Image.open("reward_models.png").width > 1000
+    assert ": likely to be learned: EPIC distance 0." in out.strip().splitlines()[-1]
     assert [row["alpha"] for row in rows] == ["0", "0.5", "contrastive"]
 
     _, states, label, _ = dataset.load(DATA)
