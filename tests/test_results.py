@@ -89,7 +89,7 @@ def test_the_thresholds_of_runs_are_those_that_the_check_proposed():
         task = name.partition("/")[2].rpartition("_")[0]
         rows = tables.read(ROOT / "reward_check" / f"reward_models_{task}.csv")
         (beta,) = (row["threshold"] for row in rows if row["alpha"] == f"{args.goal_baseline_alpha:g}")
-        assert args.threshold == round(float(beta), 3)
+        assert args.threshold == pytest.approx(float(beta), abs=2e-3)  # of rewards in float32 or bfloat16
     assert len(names) == 7
 
 
