@@ -116,7 +116,7 @@ def dots(axis: plt.Axes, rows: list[dict], name: str) -> None:
     """The mean success of each reward's seeds, from the lowest to the highest, against its figure."""
     columns = (name, "success_rate", "lowest", "highest")
     x, success, lowest, highest = np.array([[row[column] for column in columns] for row in rows]).T
-    spread = success - lowest, highest - success
+    spread = np.maximum((success - lowest, highest - success), 0)  # a mean of equals may be rounded
     axis.errorbar(x, success, spread, fmt="o", alpha=0.6, elinewidth=0.7, label=rows[0]["group"])
     for row in rows:
         if row["success_rate"] < 0.9:
