@@ -225,9 +225,12 @@ def test_the_check_is_compared_with_the_success_of_runs(monkeypatch, capsys):
     runs = {
         "cartpole/fp32_101": ("0.5", ""),
         "cartpole/fp32_102": ("1.0", ""),
+        "cartpole/fp32_103": ("1.0", ""),
         "cartpole/bf16_101": ("0.1", ""),
     }
-    runs |= {"cartpole/truth_101": ("1.0", ""), "contrastive/cartpole_101": ("0.25", negatives)}
+    runs["cartpole/truth_101"] = "1.0", ""
+    for seed in (101, 102, 103):  # their mean, as rounded, is not one of them
+        runs[f"contrastive/cartpole_{seed}"] = "0.35", negatives
     monkeypatch.setattr(predict, "RUNS", set(runs))
     runs["cartpole/old_1"] = "0.0", ""  # no longer among the runs
     for claim in ("cartpole", "contrastive"):
@@ -244,7 +247,14 @@ def test_the_check_is_compared_with_the_success_of_runs(monkeypatch, capsys):
     reward = CLIPReward("tiny", settings["prompt"], settings["baseline_prompt"], 0.5)(frames)
     expected = measure(reward, dataset.label(states, settings), 1000, 1)
     assert float(plain["epic_balanced"]) == pytest.approx(expected["epic_balanced"], abs=2e-3)
-    assert (plain["seeds"], plain["success_rate"]) == ("2", "0.75") and contrastive["success_rate"] == "0.25"
+    assert (plain["seeds"], plain["success_rate"]) == ("3", "0.8333") and contrastive[
+        "success_rate"
+    ] == "0.35"
+    cells = [line.split(" | ") for line in TABLES["predict"](output=Path(".")).splitlines()[2:]]
+    assert [line[5:6] + [line[6].partition(" (")[0]] for line in cells] == [
+        ["0.83", "2 of 3"],
+        ["0.35", "0 of 3"],
+    ]
     better = float(plain["average_precision"]) > float(contrastive["average_precision"])
     told = capsys.readouterr().out
     assert f"average precision, all 2 rewards: rank correlation {1 if better else -1:.2f}" in told
