@@ -68,8 +68,8 @@ class CLIPReward(torch.nn.Module):
     """Frames -> rewards: `goal_baseline_reward` or, with negative prompts, `contrastive_reward`.
 
     The model is open_clip's `NAME/TAG`, `NAME/weights.pt`, `hf-hub:org/name` or `local-dir:PATH`, or `tiny`;
-    else UsageError. Of several prompts the embeddings' mean counts, as in the paper's code. The temperature is
-    by default the model's own. With a threshold β the reward is 1 where R(s) > β, else 0.
+    else UsageError. Of several prompts the embeddings' mean counts. The temperature is by default the model's
+    own. With a threshold β the reward is 1 where R(s) > β, else 0.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class CLIPReward(torch.nn.Module):
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
-    def train(self, mode: bool = True) -> "CLIPReward":
+    def train(self, mode: bool = True):
         return super().train(False)  # frozen, whatever it is a part of
 
     @property
@@ -125,9 +125,10 @@ class CLIPReward(torch.nn.Module):
         """A text or several -> unit embeddings (N, D) float32."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         room = self.tokenizer.context_length
-        beyond = self.tokenizer(["", *texts], context_length=2 * room)[:, room:]
-        if (beyond != beyond[0]).any():  # in what fits these are as empty as in ""
-            raise UsageError(f"the model reads {room} tokens; longer: {texts}")
+        padding = self.tokenizer([""], 2 * room)[0, -2]  # (the last may be a class token)
+        short, long = ((self.tokenizer(texts, n) != padding).sum() for n in (room, 2 * room))
+        if long > short:  # or the end would be cut off
+            raise UsageError(f"longer than the {room} tokens that this model reads: {texts}")
         tokens = self.tokenizer(texts).to(self.model.logit_scale.device)
         return F.normalize(self.model.encode_text(tokens).float(), dim=-1)
 
@@ -160,10 +161,12 @@ class CLIPReward(torch.nn.Module):
 
 
 def find_clip_model(clip_model: str) -> tuple[str, dict]:
-    """What open_clip calls the model, and what else it must be told; a stranger's model runs no code."""
+    """What open_clip calls it, and what else it must be told; a stranger's model runs no code."""
     import huggingface_hub
     import open_clip
+    from transformers import dynamic_module_utils
 
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # code is not even offered to be run
     clip_model = f"local-dir:{HERE / 'tiny_clip'}" if clip_model == "tiny" else clip_model
     kind, _, place = clip_model.partition(":")
     if kind in ("local-dir", "hf-hub"):
@@ -171,12 +174,8 @@ def find_clip_model(clip_model: str) -> tuple[str, dict]:
         if kind == "hf-hub":
             config = huggingface_hub.hf_hub_download(place, "open_clip_config.json")
         text_cfg = json.loads(Path(config).read_text())["model_cfg"]["text_cfg"]
-        if text_cfg.get("tokenizer_kwargs", {}).get("trust_remote_code"):
-            raise UsageError("its tokenizer is code of its own")
-        if text_cfg.get("hf_tokenizer_name") or text_cfg.get("hf_model_name"):
-            from transformers import dynamic_module_utils
-
-            dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # code is not even offered to be run
+        if {*text_cfg.get("tokenizer_kwargs", {})} - {"clean", "strip_sep_token"}:
+            raise UsageError("its tokenizer might run code")
         return clip_model, {}
 
     name, _, pretrained = clip_model.partition("/")
@@ -230,7 +229,7 @@ class RewardArgs:
         if self.total_timesteps <= random_steps:
             raise UsageError(f"nothing would be learned: the first {random_steps} steps are random")
         if self.n_step > self.episode_length:
-            raise UsageError("--n-step must not be above --episode-length")
+            raise UsageError("--n-step is above --episode-length")
 
     def check_resumed(self, before: "RewardArgs") -> None:
         """A run keeps its settings, but a few."""
@@ -249,13 +248,14 @@ def make_reward(args: RewardArgs, device: torch.device):
     texts = (args.prompt, args.baseline_prompt, args.goal_baseline_alpha)
     how = (device, args.clip_batch_size, args.precision)
     others = (args.negative_prompt, args.temperature, args.threshold)
+    logging.disable(logging.ERROR)  # open_clip and the hub log a failure many times; one line will do
+    reward_model = CLIPReward(args.clip_model, *texts, *how, *others)
     print(f"reward model {args.clip_model}, {args.precision} on {device}: {'; '.join(args.prompt)}")
     if args.clip_model == "tiny":
         from tiny_clip.words import caution
 
         print(caution(args))
-    logging.disable(logging.ERROR)  # open_clip and the hub log a failure many times; one line will do
-    return CLIPReward(args.clip_model, *texts, *how, *others)
+    return reward_model
 
 
 # ---- Many frames at once
@@ -324,7 +324,7 @@ class Labeller:
         low, high = labels[:, 0].aminmax()
         if not math.isfinite(high - low):
             raise UsageError("the reward is not finite: try --precision fp32")
-        if low == high and not self.binary:
+        if low == high and len(labels) > 1 and not self.binary:
             raise UsageError("the reward is the same everywhere: try another prompt")
         return labels
 

@@ -6,6 +6,7 @@ VLM-RM (Rocamonde et al., ICLR 2024, arXiv 2310.12921), its Algorithm 1 with DQN
 it from top to bottom; the loop is in `train`, the reward in clip_reward.py.
 """
 
+import io
 import json
 import math
 import os
@@ -36,7 +37,7 @@ class Args(RewardArgs):
     """Teach CartPole with a sentence: DQN on a CLIP model's reward (in brackets: the paper's values)."""
 
     prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)  # the goal
-    baseline_prompt: tuple[str, ...] = ("pole and cart",)  # what the scene looks like in general
+    baseline_prompt: tuple[str, ...] = ("pole and cart",)  # the scene in general
     reward: Literal["clip", "ground-truth"] = "clip"  # ground truth, for reference: 1 while it is up
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int = 64_000  # of all environments (3,000,000)
@@ -53,8 +54,8 @@ class Args(RewardArgs):
     exploration_fraction: float = 0.25  # ε is 1 - step / (this share of all steps), ... (0.1)
     end_e: float = 0.05  # ... but not below end_e
 
-    run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    evaluate_every: int = 6_400  # steps between two evaluations; the newest of the best is kept (64,000)
+    run_dir: str | None = None  # of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    evaluate_every: int = 6_400  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
     evaluate: str | None = None  # only evaluate this checkpoint, by its settings but for those named
@@ -191,7 +192,7 @@ def train(args: Args, labeller: Labeller) -> None:
     def update() -> dict:
         return dqn_update(q_network, target_network, optimizer, sample(buffer, args), args)
 
-    def checkpoint(name: str) -> None:  # with the rounds' files, all that the rest depends on
+    def checkpoint(name: str) -> None:  # with the rounds all that the rest depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         about = {"script": Path(__file__).stem, "settings": asdict(args)}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **about, **content)
@@ -281,7 +282,7 @@ def in_words(means: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
 
 
-CHOOSE = 2**32  # seeds of the best policy's choice, and of the report: no round's numbers
+CHOOSE = 2**32  # part of the seeds for choosing and reporting: no round's number
 REPORT = 2**32 + 1
 
 
@@ -359,8 +360,9 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, args: Args) -
 
 def save(path: str, **content) -> None:
     """Write a file whole or not at all: a kill at any moment leaves the old one."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(content, file)
+    buffer = io.BytesIO()  # so that a full disk is an OSError
+    torch.save(content, buffer)
+    Path(f"{path}.tmp").write_bytes(buffer.getbuffer())
     os.replace(f"{path}.tmp", path)
 
 
@@ -368,8 +370,8 @@ def load(path: str, Args: type, **parts) -> dict:
     """Read a checkpoint, tensors and settings but no code, into these parts."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        settings = content["settings"] | {"run_dir": os.path.dirname(path), "resume": None}
-        content["settings"] = Args(**settings)  # what an older script lacked is as by default
+        own = {"run_dir": os.path.dirname(path), "resume": None, "evaluate": None}
+        content["settings"] = Args(**content["settings"] | own)  # what it lacks is as by default
         for name, part in parts.items():
             part.load_state_dict(content[name])
         return content
@@ -378,7 +380,7 @@ def load(path: str, Args: type, **parts) -> dict:
 
 
 def open_run(args: Args, labeller: Labeller, rounds: deque, parts: dict) -> tuple[int, float]:
-    """Make a run's folder, or restore its rounds and parts -> step, best return."""
+    """Make a run's folder, or restore the run -> step, best return."""
     if args.resume is None:
         os.makedirs(f"{args.run_dir}/rounds")
         return 0, -math.inf
@@ -397,7 +399,7 @@ def read_settings(Args: type) -> Args:
     path = args.evaluate or (args.resume and f"{args.resume}/checkpoint.pt")
     if path:
         before = load(path, Args)["settings"]
-        if before.clip_model.endswith(".py"):  # a checkpoint runs nothing: name the program again
+        if before.clip_model.endswith(".py"):  # runs only what is named again
             before.clip_model = tyro.MISSING
         args = tyro.cli(Args, default=before)
     if args.resume:

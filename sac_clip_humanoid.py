@@ -8,6 +8,7 @@ it from top to bottom; the loop is in `train`, the reward in clip_reward.py.
 C MuJoCo moves the robots, mujoco_warp renders them, without OpenGL or a display.
 """
 
+import io
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal
 
-os.environ["MUJOCO_GL"] = "disable"  # or importing mujoco fails where the library named is not there
+os.environ["MUJOCO_GL"] = "disable"  # or a library that is not there fails the import
 
 import gymnasium
 import imageio.v3 as iio
@@ -48,10 +49,10 @@ Task = Literal[
 class Args(RewardArgs):
     """Teach a humanoid with a sentence: SAC on a CLIP model's reward (in brackets: the paper's values)."""
 
-    prompt: tuple[str, ...] | None = None  # the goal; several are averaged (default: that of --task)
-    task: Task | None = None  # whose success is measured (default: that of the prompt, or none)
-    baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # what the scene looks like in general
-    goal_baseline_alpha: float = 0.0  # α: 0 plain cosine (as in Table 1), 1 only along baseline-goal
+    prompt: tuple[str, ...] | None = None  # the goal (default: that of --task)
+    task: Task | None = None  # whose success is measured (default: that of the prompt, if any)
+    baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # the scene in general
+    goal_baseline_alpha: float = 0.0  # α: 0 plain cosine (as in Table 1)
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal, or Gymnasium's
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, or Gymnasium's, which follows
     supersample: int = 1  # N: N x N rays a pixel of what CLIP sees (the video: 2)
@@ -72,8 +73,8 @@ class Args(RewardArgs):
     ent_coef: float = 0.03  # weight of the entropy, at first; tuned for -17, -1 a motor (1.0)
     noise_correlation: float = 0.9  # of the exploration noise, from step to step (0)
 
-    run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    evaluate_every: int = 16_000  # steps between two evaluations; the newest of the best is kept (64,000)
+    run_dir: str | None = None  # of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    evaluate_every: int = 16_000  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
     evaluate: str | None = None  # only evaluate this checkpoint, by its settings but for those named
@@ -363,7 +364,7 @@ def train(args: Args, labeller: Labeller) -> None:
         batch = rb.sample(args.batch_size, args.n_step)
         return sac_update(sac, optimizers, batch, update_actor, args)
 
-    def checkpoint(name: str) -> None:  # with the rounds' files, all that the rest depends on
+    def checkpoint(name: str) -> None:  # with the rounds all that the rest depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         about = {"script": Path(__file__).stem, "settings": asdict(args)}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **about, **content)
@@ -570,7 +571,7 @@ def in_words(means: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
 
 
-CHOOSE = 2**32  # seeds of the best policy's choice, and of the report: no round's numbers
+CHOOSE = 2**32  # part of the seeds for choosing and reporting: no round's number
 REPORT = 2**32 + 1
 
 
@@ -724,8 +725,9 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, args: Args) -
 
 def save(path: str, **content) -> None:
     """Write a file whole or not at all: a kill at any moment leaves the old one."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(content, file)
+    buffer = io.BytesIO()  # so that a full disk is an OSError
+    torch.save(content, buffer)
+    Path(f"{path}.tmp").write_bytes(buffer.getbuffer())
     os.replace(f"{path}.tmp", path)
 
 
@@ -733,8 +735,8 @@ def load(path: str, Args: type, **parts) -> dict:
     """Read a checkpoint, tensors and settings but no code, into these parts."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        settings = content["settings"] | {"run_dir": os.path.dirname(path), "resume": None}
-        content["settings"] = Args(**settings)  # what an older script lacked is as by default
+        own = {"run_dir": os.path.dirname(path), "resume": None, "evaluate": None}
+        content["settings"] = Args(**content["settings"] | own)  # what it lacks is as by default
         for name, part in parts.items():
             part.load_state_dict(content[name])
         return content
@@ -743,7 +745,7 @@ def load(path: str, Args: type, **parts) -> dict:
 
 
 def open_run(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> tuple[int, float]:
-    """Make a run's folder, or restore its rounds and parts -> step, best return."""
+    """Make a run's folder, or restore the run -> step, best return."""
     if args.resume is None:
         os.makedirs(f"{args.run_dir}/rounds")
         return 0, -math.inf
@@ -763,7 +765,7 @@ def read_settings(Args: type) -> Args:
     path = args.evaluate or (args.resume and f"{args.resume}/checkpoint.pt")
     if path:
         before = load(path, Args)["settings"]
-        if before.clip_model.endswith(".py"):  # a checkpoint runs nothing: name the program again
+        if before.clip_model.endswith(".py"):  # runs only what is named again
             before.clip_model = tyro.MISSING
         args = tyro.cli(Args, default=before)
     if args.resume:

@@ -12,6 +12,7 @@ e^(-√0.0075 t), 0.917 a step, has the most power there, and takes one random e
 each step by itself it is the standard normal that SAC wants.
 """
 
+import io
 import json
 import math
 import os
@@ -41,7 +42,7 @@ class Args(RewardArgs):
     """Teach MountainCar with a sentence: SAC on a CLIP model's reward (in brackets: the paper's values)."""
 
     prompt: tuple[str, ...] = ("a car at the peak of the mountain, next to the yellow flag",)  # the goal
-    baseline_prompt: tuple[str, ...] = ("a car in the mountain",)  # what the scene looks like in general
+    baseline_prompt: tuple[str, ...] = ("a car in the mountain",)  # the scene in general
     reward: Literal["clip", "ground-truth"] = "clip"  # ground truth, for reference: 1 at the goal
     textures: Literal["realistic", "original"] = "realistic"  # mountains and a red car, or Gymnasium's
     seed: int = 1  # of weights, start states and exploration
@@ -59,8 +60,8 @@ class Args(RewardArgs):
     ent_coef: float = 0.1  # weight of the policy's entropy, fixed
     noise_correlation: float = 0.917  # of the exploration noise, from step to step (0)
 
-    run_dir: str | None = None  # folder of this run, made anew (default: runs/SCRIPT__SEED__TIME)
-    evaluate_every: int = 6_400  # steps between two evaluations; the newest of the best is kept (64,000)
+    run_dir: str | None = None  # of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    evaluate_every: int = 6_400  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
     evaluate: str | None = None  # only evaluate this checkpoint, by its settings but for those named
@@ -269,7 +270,7 @@ def train(args: Args, labeller: Labeller) -> None:
     def update() -> dict:
         return sac_update(sac, optimizers, sample(buffer, args), args)
 
-    def checkpoint(name: str) -> None:  # with the rounds' files, all that the rest depends on
+    def checkpoint(name: str) -> None:  # with the rounds all that the rest depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         about = {"script": Path(__file__).stem, "settings": asdict(args)}
         save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **about, **content)
@@ -354,7 +355,7 @@ def in_words(means: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
 
 
-CHOOSE = 2**32  # seeds of the best policy's choice, and of the report: no round's numbers
+CHOOSE = 2**32  # part of the seeds for choosing and reporting: no round's number
 REPORT = 2**32 + 1
 
 
@@ -504,8 +505,9 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, args: Args) -
 
 def save(path: str, **content) -> None:
     """Write a file whole or not at all: a kill at any moment leaves the old one."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(content, file)
+    buffer = io.BytesIO()  # so that a full disk is an OSError
+    torch.save(content, buffer)
+    Path(f"{path}.tmp").write_bytes(buffer.getbuffer())
     os.replace(f"{path}.tmp", path)
 
 
@@ -513,8 +515,8 @@ def load(path: str, Args: type, **parts) -> dict:
     """Read a checkpoint, tensors and settings but no code, into these parts."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        settings = content["settings"] | {"run_dir": os.path.dirname(path), "resume": None}
-        content["settings"] = Args(**settings)  # what an older script lacked is as by default
+        own = {"run_dir": os.path.dirname(path), "resume": None, "evaluate": None}
+        content["settings"] = Args(**content["settings"] | own)  # what it lacks is as by default
         for name, part in parts.items():
             part.load_state_dict(content[name])
         return content
@@ -523,7 +525,7 @@ def load(path: str, Args: type, **parts) -> dict:
 
 
 def open_run(args: Args, labeller: Labeller, rounds: deque, parts: dict) -> tuple[int, float]:
-    """Make a run's folder, or restore its rounds and parts -> step, best return."""
+    """Make a run's folder, or restore the run -> step, best return."""
     if args.resume is None:
         os.makedirs(f"{args.run_dir}/rounds")
         return 0, -math.inf
@@ -542,7 +544,7 @@ def read_settings(Args: type) -> Args:
     path = args.evaluate or (args.resume and f"{args.resume}/checkpoint.pt")
     if path:
         before = load(path, Args)["settings"]
-        if before.clip_model.endswith(".py"):  # a checkpoint runs nothing: name the program again
+        if before.clip_model.endswith(".py"):  # runs only what is named again
             before.clip_model = tyro.MISSING
         args = tyro.cli(Args, default=before)
     if args.resume:

@@ -26,10 +26,9 @@ STEPS = {  # by default with a large model, as in the paper
 class Args:
     """Count and divide."""
 
+    # of open_clip
     models: tuple[str, ...] = ("ViT-B-32", "ViT-L-14", "ViT-H-14", "ViT-bigG-14", "ViT-B-16-SigLIP")
-    """architectures of open_clip"""
-    tflops: float = 150.0
-    """10^12 operations a second that the GPU reaches (default: half of an A100's maximum in bfloat16)"""
+    tflops: float = 150.0  # that the GPU reaches (default: half of an A100's maximum in bfloat16)
 
 
 def flops_of(name: str) -> tuple[int, int]:

@@ -34,11 +34,11 @@ import open_clip
 import torch
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from clip_reward import native_precision, one_line, replayed
-from reward_check.dataset import Script
+from clip_reward import native_precision
+from reward_check.dataset import Script, renderer
+from scale.cuda_graphs import replayed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,45 +87,35 @@ def run_loop(script: str, options: dict, rounds: int) -> float:
 
 
 def parts(script: ModuleType, settings) -> tuple:
-    """-> the script's environments, policy and replay buffer, and a function that makes an update.
-
-    The humanoid's takes whether the actor is updated, too.
-    """
+    """-> the script's environments, its policy, and its update of (batch, …, settings)."""
     device = torch.device(settings.device)
-    size = settings.batch_size
-    if script.__name__ == "dqn_clip_cartpole":
-        envs = script.CartPole(settings.num_envs)
-        rb = script.ReplayBuffer(settings, device)
-        policy = script.QNetwork(settings).to(device)
+    if hasattr(script, "QNetwork"):
+        policy = script.QNetwork().to(device)
         optimizer = torch.optim.Adam(policy.parameters(), fused=True, capturable=True)
-        dqn = policy, deepcopy(policy), optimizer
-        sample = partial(rb.sample, size, settings.n_step)
-        return envs, policy, rb, lambda: script.dqn_update(*dqn, sample(), settings)
-
-    if script.__name__ == "sac_clip_mountaincar":
+        update = partial(script.dqn_update, policy, deepcopy(policy), optimizer)
+        return script.CartPole(settings.num_envs), policy, update
+    if hasattr(script, "MountainCar"):
         envs = script.MountainCar(settings.num_envs)
-        rb = script.ReplayBuffer(settings, device)
         sac = script.SAC().to(device)
-        optimizers = sac.optimizers(settings.learning_rate)
-        for optimizer in optimizers.values():
-            optimizer.param_groups[0]["capturable"] = True
-        sample = partial(rb.sample, size, settings.n_step)
-        return envs, sac.policy, rb, lambda: script.sac_update(sac, optimizers, sample(), settings)
-
-    envs = script.Humanoids(settings.num_envs, settings)
-    envs.pool = ThreadPoolExecutor(1)  # alone on one core, as the other phases
-    state_size = envs.single_observation_space.shape[0]
-    rb = script.ReplayBuffer(state_size, settings, device)
-    sac = script.SAC(state_size, settings).to(device)
+    else:
+        envs = script.Humanoids(settings.num_envs)
+        envs.pool = ThreadPoolExecutor(1)  # alone on one core, as the other phases
+        sac = script.SAC(envs.single_observation_space.shape[0], settings).to(device)
     optimizers = sac.optimizers(settings.learning_rate)
     for optimizer in optimizers.values():
         optimizer.param_groups[0]["capturable"] = True
+    return envs, sac.policy, partial(script.sac_update, sac, optimizers)
 
-    def update(update_actor: bool) -> dict:
-        batch = rb.sample(size, settings.n_step)
-        return script.sac_update(sac, optimizers, batch, update_actor, settings)
 
-    return envs, sac.policy, rb, update
+def sampler(script: ModuleType, states: torch.Tensor, actions: torch.Tensor, settings) -> Callable[[], tuple]:
+    """A round -> a function that draws a batch of it, as the script does; all rewards are 0."""
+    device = torch.device(settings.device)
+    a_round = (states.to(device), actions.to(device), torch.zeros(actions.shape[:2], device=device))
+    if hasattr(script, "sample"):
+        return partial(script.sample, tuple(part[None] for part in a_round), settings)
+    rb = script.ReplayBuffer(states.shape[2], settings, device)
+    rb.add(*a_round)
+    return partial(rb.sample, settings.batch_size, settings.n_step)
 
 
 def rate(work: Callable, batches: list, threads: int = 1) -> float:
@@ -169,30 +159,31 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
         # The phases alone.
         threads = cores if device.type == "cpu" else 1
         torch.set_num_threads(1)
-        envs, policy, rb, update = parts(script, settings)
+        envs, policy, update = parts(script, settings)
         actor = deepcopy(policy).cpu()
         played = deque(maxlen=length)  # the states of an episode's steps, as they are to be rendered
 
-        def play(*_) -> None:
-            rb.add(*script.rollout(actor, 0.5, envs, SimpleNamespace(add=played.append), 1, settings), 0.0)
+        def play(*_) -> tuple:
+            return script.rollout(actor, 0.5, envs, SimpleNamespace(add=played.append), 1, settings)
+
+        sample = sampler(script, *play(), settings)
 
         def learn(*_) -> None:
-            fast_update = replayed(update, device)
-            for k in range(updates):
-                kind = (k % settings.policy_frequency == 0,) if name == "sac_clip_humanoid" else ()
+            fast_update = lambda *kind: update(sample(), *kind, settings)  # noqa: E731
+            if device.type == "cuda":
+                fast_update = replayed(fast_update, device)
+            kinds = [()] * updates
+            if hasattr(script, "TASKS"):  # does it update the actor, too?
+                kinds = [(k % settings.policy_frequency == 0,) for k in range(updates)]
+            for kind in kinds:
                 fast_update(*kind)
 
         simulate = rate(play, [range(steps)])
         updating = rate(learn, [range(steps)])
-        workers = [script.Worker(settings, device)]
-        reward_model = workers[0].reward_model
-        workers += [script.Worker(settings, device, reward_model) for _ in range(threads - 1)]
-
-        def render(thread: int, states: torch.Tensor) -> torch.Tensor:
-            if name == "dqn_clip_cartpole":
-                return script.render(states.to(device), *reward_model.size)
-            frames = workers[thread].scene.render(states)
-            return frames[0] if name == "sac_clip_humanoid" else frames
+        worker = script.Worker(settings, device)
+        reward_model = worker.reward_model
+        look = (vars(settings) | {"script": name}, *reward_model.size, batch_size, device)
+        renderers = [renderer(*look) for _ in range(threads)]
 
         def encode(_, pixels: torch.Tensor) -> None:
             reward_model.model.encode_image(pixels)
@@ -200,10 +191,10 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
         states = torch.cat([*played])
         wanted = 8 * threads * batch_size  # so that all threads have as much to do
         batches = states.repeat(-(-wanted // len(states)), 1)[:wanted].split(batch_size)
-        frames = [render(0, batch) for batch in batches]
+        frames = [renderers[0](batch) for batch in batches]
         dtype = reward_model.input_dtype
         pixels = [((some - 127.0) / 64).to(dtype, memory_format=torch.channels_last) for some in frames]
-        renders = rate(render, batches, threads)
+        renders = rate(lambda thread, some: renderers[thread](some), batches, threads)
         scores = rate(lambda _, some: reward_model(some), frames, threads)
         encoders = []
         loops = []
@@ -221,19 +212,13 @@ def measure(name: str, model: str, precision: str, num_envs: int | None, args: A
     columns += [f"{value:.0f}" for value in (simulate, renders, scores, updating, median(encoders), loop)]
     columns += [f"{median(efficiencies):.2f} ({efficiencies[0]:.2f} to {efficiencies[-1]:.2f})"]
     if device.type == "cuda":
-        torch.backends.mha.set_fastpath_enabled(False)  # the counter does not know it
-        with FlopCounterMode(display=False) as counter:
-            reward_model.model.encode_image(pixels[0])
-        torch.backends.mha.set_fastpath_enabled(True)
-        flops = counter.get_total_flops() / len(pixels[0])
 
         def a_round() -> None:
             play()
             learn()
             for some in torch.cat([*played]).split(batch_size):
-                workers[0].label(some)
+                worker.label(some)
 
-        columns += [f"{flops * loop / 1e12:.1f}", f"{flops * loop / matmul_rate(device):.2f}"]
         columns += [synchronisations(a_round), f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f}"]
     else:
         core_seconds = 1 / simulate + 1 / updating + cores * (1 / renders + 1 / scores)  # a step
@@ -252,12 +237,6 @@ def synchronisations(work: Callable) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def matmul_rate(device: torch.device, size: int = 8192) -> float:
-    """FLOP/s of a large matrix product in bfloat16."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return rate(lambda *_: a @ b, [range(1)] * 10) * 2 * size**3
-
-
 def main() -> None:
     args = tyro.cli(Args)
     sys.stdout.reconfigure(line_buffering=True)  # a row is out when it is measured
@@ -266,12 +245,8 @@ def main() -> None:
     rows = list(product(args.models, precisions, args.scripts, all_envs))
     head = "script | CLIP model | precision | environments | simulate | render | CLIP | update | encode_image"
     head += " | loop | efficiency (range)"
-    if args.device == "cpu":
-        head += " | of the cores | memory, GiB"
-    else:
-        head += (
-            " | TFLOP/s | of a bf16 matrix product | waits for the GPU in a round | memory of the phases, GiB"
-        )
+    of_gpu = " | waits for the GPU in a round | memory of the phases, GiB"
+    head += " | of the cores | memory, GiB" if args.device == "cpu" else of_gpu
     print(f"{args.device}, {torch.get_num_threads()} cores; steps/s or frames/s")
     print(f"| {head} |")
     print("|---" * (head.count("|") + 1) + "|")
@@ -281,7 +256,7 @@ def main() -> None:
             try:
                 cells = pool.submit(measure, script, model, precision, num_envs, args).result()
             except Exception as error:  # out of memory, say: the next row may fit
-                why = one_line(error).replace("|", "/")
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:300].replace("|", "/")
                 cells = f"{script} | {model} | {precision} | {num_envs or ''} | failed: {why}"
                 failed += 1
         tqdm.write(f"| {cells} |")

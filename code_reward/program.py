@@ -11,7 +11,6 @@ all malice.
 
 import ast
 import builtins
-import hashlib
 import os
 import resource
 import subprocess
@@ -23,8 +22,6 @@ import numpy as np
 
 if __name__ != "__main__":  # the process that `verify` starts does without
     import torch
-
-    from clip_reward import UsageError
 
 SYNTAX = set(
     """Module FunctionDef arguments arg Import alias Return Assign AugAssign Expr If For Break Continue Pass
@@ -208,19 +205,18 @@ class ProgramReward:
     done.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, error: type[Exception]):
         self.path = path
+        self.error = error  # raised with one line for the user
         self.device = torch.device("cpu")
         try:
             source = Path(path).read_text("utf-8")
             verify(source)
             self.program = Program(source)
-        except (ProgramError, OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is no reward program: {error}") from None
+        except (ProgramError, OSError, UnicodeDecodeError) as wrong:
+            raise error(f"{path} is no reward program: {wrong}") from None
         self.size = self.program.size
-        digest = hashlib.sha256(source.encode())
-        self.fingerprint = torch.tensor([*digest.digest()], dtype=torch.float32)
-        print(f"sha256 {digest.hexdigest()[:16]}, {path} runs here: {', '.join(self.program.subtasks)}")
+        print(f"{path} runs here: {', '.join(self.program.subtasks)}")
 
     def to(self, device: "torch.device") -> "ProgramReward":
         return self  # programs run on the CPU
@@ -228,8 +224,8 @@ class ProgramReward:
     def __call__(self, frames: "torch.Tensor") -> "torch.Tensor":
         try:
             done = self.program(frames.cpu().permute(0, 2, 3, 1).numpy())
-        except ProgramError as error:
-            raise UsageError(f"{self.path} fails: {error}") from None
+        except ProgramError as wrong:
+            raise self.error(f"{self.path} fails: {wrong}") from None
         return torch.from_numpy(np.logical_and.accumulate(done).sum(0)).float()
 
 

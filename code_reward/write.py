@@ -8,11 +8,7 @@ ones; else it goes back with what went wrong.
 """
 
 import ast
-import base64
-import hashlib
-import io
 import json
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -21,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from PIL import Image
 
-from clip_reward import UsageError, one_line
+from clip_reward import UsageError
+from code_reward.client import Client, message, picture, plain, write
 from code_reward.program import ProgramError, check, verify
-from reward_check.dataset import renderer, rounds_of, states_of, states_of_runs
+from reward_check.dataset import renderer
+from reward_check.runs import rounds_of, settings_of, states_of
 
 
 @dataclass
@@ -71,66 +68,11 @@ the others are. Constants and helpers belong inside the function. Answer with on
 REPAIR = "That does not do. {problem}\nMend it, and give the whole answer again."
 
 
-def picture(frame: np.ndarray) -> dict:
-    """A frame (H, W, 3), enlarged, as a part of a message."""
-    zoom = max(1, 400 // len(frame))
-    file = io.BytesIO()
-    Image.fromarray(frame.repeat(zoom, axis=0).repeat(zoom, axis=1)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def message(role: str, text: str, pictures: list[dict] = ()) -> dict:
-    return {"role": role, "content": [{"type": "text", "text": text}, *pictures]}
-
-
-def plain(text: str) -> str:
-    """A text from outside -> one line that can be printed and written."""
-    return "".join(filter(str.isprintable, " ".join(text.split())))
-
-
-def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
-
-
-class Model:
-    """Questions -> answers, each asked once: those in NAME.answers.json are taken from there."""
-
-    def __init__(self, args: Args):
-        self.args = args
-        self.path = args.output.with_suffix(".answers.json")
-        self.calls = json.loads(self.path.read_text()) if self.path.exists() else {}
-
-    def ask(self, messages: list[dict]) -> str:
-        question = {"model": self.args.model, "messages": messages}
-        key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
-        if key not in self.calls:
-            secret = os.environ.get("OPENAI_API_KEY") or ("none" if self.args.base_url else None)
-            try:  # a retry waits for as long as a 429 says
-                from openai import OpenAI
-
-                client = OpenAI(base_url=self.args.base_url, api_key=secret, max_retries=6)
-                response = client.chat.completions.create(**question)
-                answer = response.choices[0].message.content.encode().decode()
-                tokens = getattr(response.usage, "total_tokens", 0)
-            except Exception as error:  # whatever the endpoint sends instead
-                raise UsageError(f"no answer ({one_line(error)}); those before are kept") from None
-            text = messages[-1]["content"][0]["text"]
-            self.calls[key] = {"question": text, "answer": answer, "tokens": tokens}
-            write(self.path, json.dumps(self.calls, indent=1))
-            tokens = sum(call["tokens"] for call in self.calls.values())
-            print(f"{len(self.calls)} answers, {tokens:,} tokens", file=sys.stderr)
-        return self.calls[key]["answer"]
-
-
-def plan(model: Model, shown: list[dict]) -> tuple[str, dict[str, str]]:
+def plan(client: Client, shown: list[dict], rounds: int) -> tuple[str, dict[str, str]]:
     """Stage 1: pictures -> a description of the scene, and of each sub-task, by name, when it is done."""
     messages = [message("user", PLAN.format(n=len(shown) // 2), shown)]
-    for _ in range(model.args.rounds + 1):
-        answer = model.ask(messages)
+    for _ in range(rounds + 1):
+        answer = client.ask(messages)
         try:
             found = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
             description = plain(found["description"])
@@ -141,9 +83,9 @@ def plan(model: Model, shown: list[dict]) -> tuple[str, dict[str, str]]:
                 return description, subtasks
             problem = "There must be 2 to 5 sub-tasks, each with a name of its own, of a-z, 0-9 and _."
         except Exception as error:  # whatever it answered instead
-            problem = f"The answer must end with that JSON object ({one_line(error)})."
+            problem = f"The answer must end with that JSON object ({plain(repr(error))[:300]})."
         messages += [message("assistant", answer), message("user", REPAIR.format(problem=problem))]
-    raise UsageError(f"no plan after {model.args.rounds + 1} answers: {problem}")
+    raise UsageError(f"no plan after {rounds + 1} answers: {problem}")
 
 
 def function(answer: str, name: str) -> str:
@@ -162,13 +104,16 @@ def program_of(functions: dict[str, str], args: Args, about: str = "") -> str:
     return head + "".join(f"\n\n{source}" for source in functions.values())
 
 
-def write_function(model: Model, messages: list, name: str, before: dict, frames: np.ndarray) -> str | None:
+def write_function(
+    client: Client, messages: list, name: str, before: dict, frames: np.ndarray, args: Args
+) -> str | None:
     """Stages 2 to 4 for a sub-task -> its function, or None; frames (2, E, T, H, W, 3), expert and random."""
-    for _ in range(model.args.rounds + 1):
-        answer, pictures = model.ask(messages), []
+    for _ in range(args.rounds + 1):
+        answer = client.ask(messages)
+        pictures = []
         try:
             source = function(answer, name)
-            program = program_of(before | {name: source}, model.args)
+            program = program_of(before | {name: source}, args)
             done = verify(program, frames.reshape(-1, *frames.shape[3:])).reshape(-1, *frames.shape[:3])
             expert, random = done[-1]
             ordered = done[:, 0].all(0)  # with the sub-tasks before it
@@ -187,12 +132,12 @@ def write_function(model: Model, messages: list, name: str, before: dict, frames
         except ProgramError as error:
             problem = str(error)
         messages += [message("assistant", answer), message("user", REPAIR.format(problem=problem), pictures)]
-    print(f"{name}: given up after {model.args.rounds} repairs: {problem}")
+    print(f"{name}: given up after {args.rounds} repairs: {problem}")
 
 
 def trajectories(args: Args) -> np.ndarray:
     """-> frames (2, E, T, H, W, 3) uint8 of episodes of a run's last, expert, and its first, random round."""
-    _, settings = states_of_runs((args.run_dir,))
+    settings = settings_of(args.run_dir)
     rounds = rounds_of(args.run_dir)
     if len(rounds) < 2 or rounds[0].stem != "0":
         raise UsageError(f"{args.run_dir} holds one round only, or no longer its first (--buffer-size)")
@@ -212,16 +157,16 @@ def main() -> None:
         raise UsageError("--size is two numbers from 8 to 1024")
     frames = trajectories(args)
     shown = [picture(frame) for kind in (1, 0) for frame in frames[kind, :3, -1]]
-    model = Model(args)
-    description, subtasks = plan(model, shown)
+    client = Client(args.model, args.base_url, args.output.with_suffix(".answers.json"))
+    description, subtasks = plan(client, shown, args.rounds)
     about = {"description": description, "n": len(shown) // 2, "height": args.size[0], "width": args.size[1]}
     functions = {}
     for name, what in subtasks.items():
         messages = [message("user", CODE.format(name=name, what=what, **about), shown)]
-        source = write_function(model, messages, name, functions, frames)
+        source = write_function(client, messages, name, functions, frames, args)
         functions |= {name: source} if source else {}
     if not functions:
-        raise UsageError(f"no sub-task passed; {model.path} holds what was asked and answered")
+        raise UsageError(f"no sub-task passed; {client.path} holds what was asked and answered")
     write(args.output, program_of(functions, args, description))
     print(f"written to {args.output}; read it, then train with --clip-model {args.output}")
 

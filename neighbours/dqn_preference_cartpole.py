@@ -12,9 +12,11 @@ paper's networks see pixels, these CLIP embeddings, which the buffer keeps. Teac
 the environment knows, `clip` CLIP's rewards, so that r only repeats them; `vlm` shows a model both frames.
 """
 
+import math
 import os
 import re
 import sys
+from collections import deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,17 +28,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dqn_clip_cartpole as dqn
 from clip_reward import Labeller, UsageError
+from code_reward.client import Client, message, picture
 
 
 @dataclass
 class Args(dqn.Args):
-    """Teach CartPole by comparisons (no --evaluate, --track, --ray-workers or --reward here)."""
+    """Teach CartPole by comparisons (no --evaluate or --ray-workers here, and no reward program)."""
 
+    reward: Literal["preferences"] = "preferences"  # learned from comparisons
     teacher: Literal["truth", "clip", "vlm"] = "truth"  # who compares
     teacher_error: float = 0.0  # truth, clip: the share of answers that are turned round
     queries: int = 50  # pairs a session (paper: 50, every 5,000 steps)
@@ -44,11 +48,9 @@ class Args(dqn.Args):
     vlm: str | None = None  # vlm: the model, as the endpoint calls it
     base_url: str | None = None  # vlm: of an OpenAI-compatible endpoint (default: OpenAI's, OPENAI_API_KEY)
 
-    def complete(self) -> None:
-        super().complete()
-        program = self.clip_model.endswith(".py")
-        if program or self.reward != "clip" or self.evaluate or self.track or self.ray_workers:
-            raise UsageError("there is no --evaluate, --track, --ray-workers, --reward or program here")
+    def __post_init__(self):
+        if self.evaluate or self.ray_workers or self.clip_model.endswith(".py"):
+            raise UsageError("there is no --evaluate, --ray-workers or reward program here")
         if self.teacher == "vlm" and self.vlm is None:
             raise UsageError("--teacher vlm needs --vlm, the name of a model")
 
@@ -81,14 +83,12 @@ def compare(labels: torch.Tensor, args: Args) -> torch.Tensor:
 
 def look(states: torch.Tensor, args: Args) -> torch.Tensor:
     """The same of a vision-language model that sees states (n, 2, 4); the run's folder keeps its answers."""
-    from code_reward.write import Model, message, picture
-
-    model = Model(SimpleNamespace(output=Path(args.run_dir, "vlm"), model=args.vlm, base_url=args.base_url))
+    client = Client(args.vlm, args.base_url, Path(args.run_dir, "vlm.answers.json"))
     question = QUESTION.format(goal="; ".join(args.prompt))
     answers = []
     for pair in tqdm(states, "ask", leave=False, disable=None):
         frames = dqn.render(pair, 200, 300).permute(0, 2, 3, 1).numpy()
-        said = model.ask([message("user", question, [picture(frame) for frame in frames])])
+        said = client.ask([message("user", question, [picture(frame) for frame in frames])])
         last = re.search(r"(?:^|\n)\W*([12])\W*$", said)
         answers.append(int(last[1]) - 1 if last else -1)
     return torch.tensor(answers)
@@ -133,31 +133,18 @@ class PreferenceReward(nn.Module):
             optimizer.step()
 
 
-class ReplayBuffer(dqn.ReplayBuffer):
-    """Keeps labels (embeddings and more, see `Worker`) of all frames, so that rewards can be made anew."""
+@torch.no_grad()
+def standardized(reward: PreferenceReward, labels: torch.Tensor) -> torch.Tensor:
+    """Labels (…, D + 2) of all frames kept -> their rewards of now (…), of mean 0 and deviation 1."""
+    rewards = reward(labels[..., :-2])
+    return (rewards - rewards.double().mean()) / (rewards.double().std(correction=0) + 1e-8)
 
-    def __init__(self, size: int, args: Args, device: torch.device):
-        super().__init__(args, device)
-        self.labels = torch.zeros(*self.rewards.shape, size, device=device)
 
-    def add(self, states: torch.Tensor, actions: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take in a round: states (T + 1, N, 4), actions (T, N), labels (T, N, D + 2), over the oldest."""
-        self.labels[self.rounds % self.capacity] = labels
-        super().add(states, actions, torch.zeros(actions.shape))  # until they are made by `relabel`
-
-    @torch.no_grad()
-    def relabel(self, reward: PreferenceReward) -> None:
-        """Give every frame its reward of now."""
-        self.rewards[: self.rounds] = reward(self.labels[: self.rounds, ..., :-2])
-        kept = self.rewards[: self.rounds].double()
-        self.mean = kept.mean()
-        self.std = kept.std(correction=0) + 1e-8
-
-    def pairs(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> states (n, 2, 4) and labels (n, 2, D + 2) of frames, drawn uniformly."""
-        filled = (min(self.rounds, self.capacity), *self.rewards.shape[1:])
-        i, t, env = (torch.randint(size, (n, 2), device=self.rewards.device) for size in filled)
-        return self.states[i, t + 1, env], self.labels[i, t, env]
+def draw_pairs(rounds: deque, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> states (n, 2, 4) and labels (n, 2, D + 2) of frames, drawn uniformly."""
+    states, _, labels = map(torch.stack, zip(*rounds))
+    i, t, env = (torch.randint(size, (n, 2), device=labels.device) for size in labels.shape[:3])
+    return states[i, t + 1, env], labels[i, t, env]
 
 
 # ---- The loop
@@ -168,51 +155,54 @@ def train(args: Args, labeller: Labeller) -> None:
     device = labeller.device
     envs = dqn.CartPole(args.num_envs)
     torch.manual_seed(args.seed)
-    q_network = dqn.QNetwork(args).to(device)
+    q_network = dqn.QNetwork().to(device)
     target_network = deepcopy(q_network)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    rb = ReplayBuffer(len(labeller.fingerprint) + 2, args, device)
-    reward = PreferenceReward(len(labeller.fingerprint)).to(device)
+    reward = PreferenceReward(len(labeller.reward_model.goal)).to(device)
+    a_round = args.num_envs * args.episode_length
+    rounds = deque(maxlen=math.ceil(args.buffer_size / a_round))  # labels, not rewards: these change
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer, "preferences": reward}
-    global_step, _, _lock = dqn.open_run(args, labeller, rb, parts)
-    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1, flush_secs=1)
-    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
+    global_step, _ = dqn.open_run(args, labeller, rounds, parts)
+    if rounds:
+        states, _, labels = rounds[-1]
+        labeller.check(states[1::25].flatten(0, 1).cpu(), labels[::25, :, 0].flatten().cpu())
 
-    while True:
+    def checkpoint() -> None:
         content = {name: part.state_dict() for name, part in parts.items()}
-        content |= {"script": dqn.SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
+        content |= {"script": Path(__file__).stem, "settings": asdict(args)}
         dqn.save(f"{args.run_dir}/checkpoint.pt", step=global_step, best_return=0.0, **content)
-        if global_step >= args.total_timesteps:
-            break
+
+    checkpoint()
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
+    for k in trange(global_step // a_round, math.ceil(args.total_timesteps / a_round), unit="round"):
         warmup = global_step < args.learning_starts
-        play_seed, learn_seed = np.random.SeedSequence((args.seed, rb.rounds)).generate_state(2).tolist()
+        play_seed, learn_seed = np.random.SeedSequence((args.seed, k)).generate_state(2).tolist()
 
         # ---- Act, in a thread.
+        epsilon = 1 - global_step / max(args.exploration_fraction * args.total_timesteps, 1)
+        epsilon = 1.0 if warmup else max(args.end_e, epsilon)
         policy = deepcopy(target_network).cpu()
-        epsilon = max(args.end_e, 1 - global_step / max(args.exploration_fraction * args.total_timesteps, 1))
-        epsilon = 1.0 if warmup else epsilon
         playing = labeller.pool.submit(dqn.rollout, policy, epsilon, envs, labeller, play_seed, args)
 
         # ---- Learn, at the same time: DQN on the rounds before, with the rewards of now.
         torch.manual_seed(learn_seed)
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
-        if rb.rounds > 0 and not warmup:
-            rb.relabel(reward)
+        if rounds and not warmup:
+            states, actions, labels = map(torch.stack, zip(*rounds))
+            buffer = (states, actions, standardized(reward, labels))
             for _ in range(args.gradient_steps):
-                batch = rb.sample(args.batch_size, args.n_step)
-                dqn.dqn_update(q_network, target_network, optimizer, batch, args)
+                dqn.dqn_update(q_network, target_network, optimizer, dqn.sample(buffer, args), args)
 
         # ---- Embed what was played, and store it.
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, -1)
-        rb.add(states, actions, labels)
-        dqn.save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, labels))
-        Path(f"{args.run_dir}/rounds/{rb.rounds - 2 - rb.capacity}.pt").unlink(missing_ok=True)
-        global_step += actions.numel()
+        rounds.append([part.to(device) for part in (states, actions, labels)])
+        dqn.save(f"{args.run_dir}/rounds/{k}.pt", round=(states, actions, labels))
+        global_step += a_round
 
         # ---- Ask, and learn the reward from all answers.
-        if (rb.rounds - 1) % args.session_every == 0:
-            pairs, seen = rb.pairs(args.queries)
+        if k % args.session_every == 0:
+            pairs, seen = draw_pairs(rounds, args.queries)
             said = look(pairs.cpu(), args) if args.teacher == "vlm" else compare(seen.cpu(), args)
             reward.learn(seen[said >= 0, :, :-2], said[said >= 0].to(device))
 
@@ -220,31 +210,31 @@ def train(args: Args, labeller: Labeller) -> None:
         means = dqn.summary(in_short(labels, reward)) | {"answers": len(reward.answers)}
         for name, value in means.items():
             writer.add_scalar(f"charts/{name}", value, global_step)
-        bar.update(actions.numel())
         tqdm.write(f"step {global_step:,}: {dqn.in_words(means)}")
+        checkpoint()
+        Path(f"{args.run_dir}/rounds/{k - rounds.maxlen}.pt").unlink(missing_ok=True)
 
     writer.close()
-    states, labels = dqn.evaluate(target_network, args.episodes, labeller, args)
-    dqn.write_result(Path(args.run_dir, "result"), states, in_short(labels, reward), args)
+    short = SimpleNamespace(add=labeller.add, result=lambda: in_short(labeller.result(), reward))
+    dqn.write_result(f"{args.run_dir}/result", target_network, short, args)
 
 
 @torch.no_grad()
 def in_short(labels: torch.Tensor, reward: PreferenceReward) -> torch.Tensor:
-    """Labels (T, N, D + 2) -> learned and ground-truth rewards (T, N, 2)."""
+    """Labels (…, D + 2) -> learned and ground-truth rewards (…, 2)."""
     embeddings = labels[..., :-2].to(next(reward.parameters()).device)
-    return torch.stack([reward(embeddings).cpu(), labels[..., -1]], dim=2)
+    return torch.stack([reward(embeddings).cpu(), labels[..., -1]], dim=-1)
 
 
 def main() -> None:
-    vars(dqn).update(Args=Args, SCRIPT=Path(__file__).stem, Worker=Worker, train=train)
-    dqn.main()  # that of the script beside this one, with these
+    dqn.main(Args, Worker, train)
 
 
 if __name__ == "__main__":
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
-        os._exit(2)  # without waiting for the threads
+        print(f"error: {error} (a run goes on with --resume)", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        os._exit(130)  # --resume and the run's folder go on
+        os._exit(130)  # at once

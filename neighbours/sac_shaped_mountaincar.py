@@ -23,11 +23,14 @@ first success f and h say nothing and g is all; ρ, the turns' lengths and the r
 Environment, networks, update: sac_clip_mountaincar.py. Here is what is different: reward, relay, loop.
 """
 
+import math
 import os
 import sys
+from collections import deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -35,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sac_clip_mountaincar as car
@@ -44,17 +47,16 @@ from clip_reward import Labeller, UsageError
 
 @dataclass
 class Args(car.Args):
-    """Teach MountainCar with a success signal and a sentence (no --evaluate, --track, --ray-workers)."""
+    """Teach MountainCar with a success signal and a sentence (no --evaluate or --ray-workers)."""
 
     reward: Literal["success", "sum", "shaped", "furl"] = "shaped"  # what a step earns
     rho: float = 1.0  # ρ, the weight of the sentence
     margin: float = 0.1  # furl: δ of the ranking loss
     relay_until: int = 32  # furl: successful episodes kept, from which on the first policy acts alone
 
-    def complete(self) -> None:
-        super().complete()
-        if self.evaluate or self.track or self.ray_workers or self.clip_model.endswith(".py"):
-            raise UsageError("there is no --evaluate, --track, --ray-workers or reward program here")
+    def __post_init__(self):
+        if self.evaluate or self.ray_workers or self.clip_model.endswith(".py"):
+            raise UsageError("there is no --evaluate, --ray-workers or reward program here")
 
 
 class Worker(car.Worker):
@@ -129,19 +131,6 @@ def rewards_of(labels: torch.Tensor, kind: str, heads: Heads, args: Args) -> tor
     return success + args.rho * opinion[..., 1:, :]
 
 
-class ReplayBuffer(car.ReplayBuffer):
-    """Keeps labels (embeddings and more, see `Worker`) of all states, so that rewards can be made anew."""
-
-    def __init__(self, size: int, args: Args, device: torch.device):
-        super().__init__(args, device)
-        self.labels = torch.zeros(*self.states.shape[:3], size, device=device)
-
-    def add(self, states: torch.Tensor, actions: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take in a round: states (T + 1, N, 2), actions (T, N, 1), labels (T + 1, N, D + 2)."""
-        self.labels[self.rounds % self.capacity] = labels
-        super().add(states, actions, torch.zeros(actions.shape[:2]))  # until they are made
-
-
 # ---- The relay
 
 
@@ -168,31 +157,34 @@ class Relay(nn.Module):
 def train(args: Args, labeller: Labeller) -> None:
     """As that of sac_clip_mountaincar.py, with one policy or FuRL's two; the last policy counts."""
     device = labeller.device
-    size = len(labeller.fingerprint)  # of an embedding, D
     kinds = ["furl", "success"] if args.reward == "furl" else [args.reward]
     envs = car.MountainCar(args.num_envs)
     torch.manual_seed(args.seed)
     learners = [car.SAC().to(device) for _ in kinds]
     optimizers = [sac.optimizers(args.learning_rate) for sac in learners]
-    heads = Heads(labeller.fingerprint).to(device)
-    rb = ReplayBuffer(size + 2, args, device)
+    heads = Heads(labeller.reward_model.goal).to(device)
+    a_round = args.num_envs * args.episode_length
+    rounds = deque(maxlen=math.ceil(args.buffer_size / a_round))  # labels, from which rewards are made anew
     parts = {"policy": learners[0].policy, "heads": heads}
     for kind, sac, own in zip(kinds, learners, optimizers):
         parts |= {kind: sac} | {f"{kind}_{name}": optimizer for name, optimizer in own.items()}
-    global_step, _, _lock = car.open_run(args, labeller, rb, parts)
-    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1, flush_secs=1)
-    bar = tqdm(total=args.total_timesteps, initial=global_step, unit="step", disable=None)
+    global_step, _ = car.open_run(args, labeller, rounds, parts)
+    if rounds:
+        states, _, labels = rounds[-1]
+        labeller.check(states[::25].flatten(0, 1).cpu(), labels[::25, :, 0].flatten().cpu())
 
-    while True:
+    def checkpoint() -> None:
         content = {name: part.state_dict() for name, part in parts.items()}
-        content |= {"script": car.SCRIPT, "settings": asdict(args), "reward": labeller.fingerprint}
+        content |= {"script": Path(__file__).stem, "settings": asdict(args)}
         car.save(f"{args.run_dir}/checkpoint.pt", step=global_step, best_return=0.0, **content)
-        if global_step >= args.total_timesteps:
-            break
+
+    checkpoint()
+    writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
+    for k in trange(global_step // a_round, math.ceil(args.total_timesteps / a_round), unit="round"):
         warmup = global_step < args.learning_starts
-        kept = rb.labels[: rb.rounds]
-        relay = len(learners) == 2 and kept[..., -1].any(1).sum() < args.relay_until
-        seeds = np.random.SeedSequence((args.seed, rb.rounds)).generate_state(3).tolist()
+        won = sum(int(labels[..., -1].any(0).sum()) for _, _, labels in rounds)
+        relay = len(learners) == 2 and won < args.relay_until
+        seeds = np.random.SeedSequence((args.seed, k)).generate_state(3).tolist()
 
         # ---- Act, in a thread: at random, in relay, or with the policy that the sentence pays.
         policy = None if warmup else deepcopy(learners[0].policy).cpu()
@@ -203,47 +195,47 @@ def train(args: Args, labeller: Labeller) -> None:
 
         # ---- Learn, at the same time: the heads, then each policy from the same transitions and its rewards.
         torch.manual_seed(seeds[1])
-        if rb.rounds > 0 and not warmup:
+        if rounds and not warmup:
+            states, actions, labels = map(torch.stack, zip(*rounds))
             if args.reward == "furl":
-                learn_heads(heads, kept, args)
+                learn_heads(heads, labels, args)
             for kind, sac, own in list(zip(kinds, learners, optimizers))[: 2 if relay else 1]:
-                rb.rewards[: rb.rounds] = rewards_of(kept, kind, heads, args)
+                buffer = (states, actions, rewards_of(labels, kind, heads, args))
                 for optimizer in own.values():
                     optimizer.param_groups[0]["lr"] = args.learning_rate
                 for _ in range(args.gradient_steps):
-                    car.sac_update(sac, own, rb.sample(args.batch_size, args.n_step), args)
+                    car.sac_update(sac, own, car.sample(buffer, args), args)
 
         # ---- Embed what was played, its start states last, and store it.
         states, actions = playing.result()
         labeller.add(states[0])
         labels = labeller.result().view(args.episode_length + 1, args.num_envs, -1).roll(1, dims=0)
-        rb.add(states, actions, labels)
-        car.save(f"{args.run_dir}/rounds/{rb.rounds - 1}.pt", round=(states, actions, labels))
-        Path(f"{args.run_dir}/rounds/{rb.rounds - 2 - rb.capacity}.pt").unlink(missing_ok=True)
-        global_step += args.num_envs * args.episode_length
+        rounds.append([part.to(device) for part in (states, actions, labels)])
+        car.save(f"{args.run_dir}/rounds/{k}.pt", round=(states, actions, labels))
+        global_step += a_round
 
         # ---- Report.
         means = car.summary(labels[1:, :, -2:])
         for name, value in means.items():
             writer.add_scalar(f"charts/{name}", value, global_step)
-        bar.update(args.num_envs * args.episode_length)
         tqdm.write(f"step {global_step:,}: {car.in_words(means)}")
+        checkpoint()
+        Path(f"{args.run_dir}/rounds/{k - rounds.maxlen}.pt").unlink(missing_ok=True)
 
     writer.close()
-    states, labels = car.evaluate(learners[0].policy, args.episodes, labeller, args)
-    car.write_result(Path(args.run_dir, "result"), states, labels[..., -2:], args)
+    short = SimpleNamespace(add=labeller.add, result=lambda: labeller.result()[:, -2:])
+    car.write_result(f"{args.run_dir}/result", learners[0].policy, short, args)
 
 
 def main() -> None:
-    vars(car).update(Args=Args, SCRIPT=Path(__file__).stem, Worker=Worker, train=train)
-    car.main()  # that of the script beside this one, with these
+    car.main(Args, Worker, train)
 
 
 if __name__ == "__main__":
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
-        os._exit(2)  # without waiting for the threads
+        print(f"error: {error} (a run goes on with --resume)", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        os._exit(130)  # --resume and the run's folder go on
+        os._exit(130)  # at once

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import sac_clip_humanoid as humanoid
-from tiny_clip.scenes import humanoid_states
+from reward_check.states import humanoid_states
 
 COUNT = 10
 CPU = torch.device("cpu")

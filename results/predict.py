@@ -9,7 +9,6 @@ reward_check/dataset.py made before any training.
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -24,11 +23,11 @@ import torch
 import tyro
 from scipy.stats import rankdata
 
-from clip_reward import Labeller
 from results.tables import HERE, PREDICTED, RUNS, TINY, describe, kind_of, read, wilson, write
-from reward_check.dataset import load, script_of
+from reward_check.dataset import load
 from reward_check.dose import Noise
 from reward_check.reward_models import measure
+from reward_check.runs import script_of
 
 FIGURES = {"epic_balanced": "EPIC distance, half goal states", "average_precision": "average precision"}
 
@@ -36,16 +35,12 @@ FIGURES = {"epic_balanced": "EPIC distance, half goal states", "average_precisio
 def rewards_of(script: str, options: str, datasets: Path) -> tuple[str, torch.Tensor, torch.Tensor]:
     """-> task of a run with these options, its rewards and the labels of the task's fixed states (N,)."""
     module = script_of({"script": script})
-    before = sys.argv
-    sys.argv = [f"{script}.py", "--clip-model", "tiny", *shlex.split(options)]
-    args = module.read_settings()
-    sys.argv = before
+    args = tyro.cli(module.Args, args=["--clip-model", "tiny", *shlex.split(options)])
+    args.check()
     task = getattr(args, "task", None) or script.split("_")[-1]
     _, states, label, _ = load(datasets / task)
-    labeller = Labeller(module.Worker, args)
-    labeller.add(states)
-    rewards = labeller.result("judge")[:, 0]
-    labeller.pool.shutdown()
+    worker = module.Worker(args, torch.device("cpu"))
+    rewards = torch.cat([worker.label(some)[:, 0] for some in states.split(args.clip_batch_size)])
     return task, rewards, label
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from statistics import harmonic_mean, median_high
+from statistics import harmonic_mean, median
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -136,17 +136,17 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         row |= {key: settings[key] for key in ("clip_model", "precision", "device")}
         row["clip_model"] = row["clip_model"].replace(f"{ROOT}/", "")
         row |= json.loads(Path(f"{folder}.begun").read_text())
-        row["versions"] = " ".join(f"{package} {number}" for package, number in result["versions"].items())
         rows.append(row)
         frames = output / "frames" / f"{name}.jpg"
         frames.parent.mkdir(parents=True, exist_ok=True)
-        sheet = Image.open(folder / "result.png")  # of four episodes, one below the other: the first
-        strip = sheet.crop((0, 0, sheet.width, sheet.height // 4))
+        film = iio.imread(folder / "result.mp4", plugin="pyav")  # three episodes or fewer
+        episode = film[: settings["episode_length"]]
+        strip = np.concatenate(episode[np.linspace(0, len(episode) - 1, 8).round().astype(int)], axis=1)
+        strip = Image.fromarray(strip)
         strip = strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS)
         strip.save(frames, quality=85)
         if name == "table1/kneeling_101":
-            film = iio.imread(folder / "result.mp4", plugin="pyav")  # three episodes
-            iio.imwrite(output / "kneeling.gif", film[: len(film) // 3 : 2], duration=60, loop=0)
+            iio.imwrite(output / "kneeling.gif", episode[::2], duration=60, loop=0)
     write(output / "curves" / f"{claim}.csv", rounds)
     write(output / f"{claim}.csv", rows)
 
@@ -196,8 +196,8 @@ def spread(values: list[float], digits: int) -> str:
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
-def runs_table(*beginnings: str, output: Path) -> str:
-    """A line for each kind of run, with the results of all its seeds."""
+def runs_table(*beginnings: str, output: Path, late: bool = False) -> str:
+    """A line for each kind of run, with the results of all its seeds; late: with the success late in training."""
     found = [row for name in beginnings for row in read(output / f"{name.partition('/')[0]}.csv")]
     found = [row for row in found if row["run"].startswith(beginnings)]
     lines = []
@@ -207,25 +207,22 @@ def runs_table(*beginnings: str, output: Path) -> str:
         good = sum(rate >= 0.9 for rate in success)
         low, high = wilson(good, len(rows))
         first = []
-        late = []
+        second_half = []
         for row in rows:
             points = curve(output, row["run"])
             steps = points["step"][points["success_rate"] >= 0.9]
             first.append(steps.min(initial=1e9))
-            late.append(points["success_rate"][len(points) // 2 :].mean())
-        steps = median_high(first)
-        middle = f"{steps / 1000:.0f}k" if steps < 1e9 else "never"
+            second_half.append(points["success_rate"][len(points) // 2 :].mean())
+        steps = median(first)
         what = KINDS[kind]
-        cells = [spread(success, 2), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
-        for name in ("clip_return", "ground_truth_return"):
-            cells.append(spread([float(row[name]) for row in rows], 1))
-        cells += [middle, spread(late, 2), commits(rows)]
         seeds = "-".join(dict.fromkeys((rows[0]["seed"], rows[-1]["seed"])))
-        lines.append([what["called"], what["paper"], seeds, *cells])
-    head = "what | paper | seeds | success rate | runs at 0.9 or above (95 % interval of their share)"
-    head += " | CLIP return | ground-truth return | steps to 90 % success, median"
-    head += " | success in the second half of training | commit"
-    return markdown(head, lines)
+        cells = [what["called"] + (f" (paper: {what['paper']})" if what["paper"] else ""), seeds]
+        cells += [spread(success, 2), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
+        cells.append(f"{steps / 1000:.0f}k" if steps < 1e8 else "never")
+        cells += [spread(second_half, 2)] if late else []
+        lines.append([*cells, commits(rows)])
+    head = "what | seeds | success rate | runs at 0.9 or above | steps to 90 %"
+    return markdown(head + (" | late in training" if late else "") + " | commit", lines)
 
 
 def interval(row: dict, name: str) -> str:
@@ -242,58 +239,38 @@ def judged_table(*names: str, output: Path) -> str:
         for model, group in groupby(found, itemgetter("model")):
             rows = list(group)
             zero = next(row for row in rows if row["alpha"] == "0")
-            best = min(rows, key=lambda row: float(row["epic_balanced"]))
-            size = f"{int(zero['image_parameters']) / 1e6:.1f} M"
-            line = [name, Path(model).name, size, zero["states"], f"{float(zero['goal_share']):.2f}"]
-            line += [interval(zero, "epic"), interval(zero, "epic_balanced")]
-            line += [f"{float(best['epic_balanced']):.3f} ({best['alpha']})"]
+            line = [name, Path(model).name, interval(zero, "epic_balanced")]
             lines.append([*line, f"{float(zero['average_precision']):.3f}", commits([zero])])
-    head = "task | model | parameters of the image encoder | states | goal states"
-    head += " | EPIC distance, α = 0 (95 % interval) | with half goal states | with the best α"
-    return markdown(head + " | average precision | commit", lines)
+    head = "task | model | EPIC distance, α = 0 (95 % interval) | average precision | commit"
+    return markdown(head, lines)
 
 
-def printed_table(*names: str, output: Path) -> str:
-    """What the programs printed, without the columns about how."""
+def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> str:
+    """What programs printed: these columns, or all without those about how; with more than one file, the model."""
     rows = [row for name in names for row in read(output / f"{name}.csv")]
     if len(names) > 1 and "CLIP model" not in rows[0]:
         rows = [{"CLIP model": row["what"].partition(" in ")[0]} | row for row in rows]
-    columns = [column for column in rows[0] if column not in ("what", "command", "machine", "commit", "tiny")]
-    columns.append("commit")
+        columns = columns and ("CLIP model", *columns)
+    left_out = ("what", "command", "machine", "commit", "tiny")
+    columns = [*(columns or (column for column in rows[0] if column not in left_out)), "commit"]
     return markdown(" | ".join(columns), [[row[column] for column in columns] for row in rows])
 
 
-def predict_table(name: str, output: Path) -> str:
-    """How well rewards fit fixed states, and what was learned from them."""
-    lines = []
-    for about, group in groupby(read(output / f"{name}.csv"), itemgetter("task", "group", "name")):
-        rows = list(group)
-        distances, precisions = (
-            [float(row[name]) for row in rows] for name in ("epic_balanced", "average_precision")
-        )
-        distance = interval(rows[0], "epic_balanced") if len(rows) == 1 else spread(distances, 3)
-        seeds, learned = (sum(int(row[count]) for row in rows) for count in ("seeds", "learned"))
-        success = sum(float(row["success_rate"]) * int(row["seeds"]) for row in rows) / seeds
-        low, high = wilson(learned, seeds)
-        learned = f"{learned} of {seeds} ({low:.2f} to {high:.2f})"
-        cells = [distance, spread(precisions, 3), f"{success:.2f}"]
-        lines.append([*about, *cells, learned, commits(rows)])
-    head = "task | rewards | which | EPIC distance, half goal states | average precision"
-    head += " | success rate | runs at 0.9 or above (95 % interval of their share)"
-    return markdown(f"{head} | commit", lines)
-
-
-TABLES = {name: partial(runs_table, f"{name}/") for name in CLAIMS} | {
-    "figure3": partial(runs_table, "figure3/", "table1/kneeling"),
-    "prompts": partial(runs_table, "table1/kneeling", "prompts/"),
+LOOP = ("script", "CLIP model", "precision", "encode_image", "update", "loop", "efficiency (range)")
+TABLES = {name: partial(runs_table, f"{name}/") for name in CLAIMS if name != "ladder"} | {
+    "mattered": partial(runs_table, "mattered/", late=True),
     "agreement": partial(judged_table, "cartpole", "mountaincar", *TASKS),
-    "dose": partial(predict_table, "dose"),
-    "predict": partial(predict_table, "predict"),
-    "robustness": partial(printed_table, "robustness"),
-    "throughput": partial(printed_table, "throughput", "throughput_vit_bf16", "throughput_vit_fp32"),
-    "growth": partial(printed_table, "growth"),
+    "robustness": partial(printed_table, "robustness", columns=("the picture", "α = 0", "α = 1")),
+    "throughput": partial(
+        printed_table, "throughput", "throughput_vit_bf16", "throughput_vit_fp32", columns=LOOP
+    ),
     "cost": partial(printed_table, "cost"),
-    "compare": partial(printed_table, "compare", "compare_vit"),
+    "compare": partial(
+        printed_table,
+        "compare",
+        "compare_vit",
+        columns=("script", "ours", "ours ÷ every step", "ours ÷ end of episode"),
+    ),
 }
 
 

@@ -4,30 +4,29 @@
     python -m reward_check.dataset --run-dirs runs/kneeling_1 runs/kneeling_2 --output datasets/visited
 
 The first are fixed states, made before any training and the same for every model; half are goal states. The
-second were visited by the policies of runs: they show what these did, and predict nothing of them. A dataset is a
-folder: `labels.csv` with one line a state (its picture, the label of the script's success condition, and
+second were visited by the policies of runs: they show what these did, and predict nothing of them. A dataset is
+a folder: `labels.csv` with one line a state (its picture, the label of the script's success condition, and
 `human_label`, empty: fill it with 0 or 1 wherever you disagree, or everywhere), `frames/`, `states.npy`, and
 `dataset.json`.
 """
 
 import csv
-import importlib
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 import torch
 import tyro
 from PIL import Image
-from tqdm import tqdm
+from tqdm import trange
 
-import clip_reward
 from clip_reward import UsageError
+from reward_check.runs import rounds_of, script_of, settings_of, states_of
 
 Script = Literal["dqn_clip_cartpole", "sac_clip_mountaincar", "sac_clip_humanoid"]
 LOOK = ("textures", "camera", "supersample")  # settings that change the frames
@@ -37,76 +36,49 @@ LOOK = ("textures", "camera", "supersample")  # settings that change the frames
 class Args:
     """Collect states from runs, or at random and from poses; render and label them; write a new folder."""
 
-    run_dirs: tuple[Path, ...] = ()
-    """run folders of one script: states are chosen from their rounds; prompt, task and look are theirs"""
-    script: Script | None = None
-    """without runs: whose fixed states, posed or of a random policy, half of them goal states"""
-    task: str | None = None
-    """without runs: of the humanoid (default: kneeling)"""
-    prompt: tuple[str, ...] = ()
-    """without runs: a sentence of your own, which no condition labels; label by hand, or judge by eye"""
-    states: int = 1000
-    """states in the dataset"""
-    seed: int = 1
-    """of the choice of the states"""
-    output: Path = Path("dataset")
-    """folder to write, made anew"""
-
-
-def rounds_of(run_dir: Path) -> list[Path]:
-    """-> the files of the rounds that a run still holds, from its oldest to its newest."""
-    return sorted((run_dir / "rounds").glob("*.pt"), key=lambda path: int(path.stem))
-
-
-def script_of(settings: dict) -> ModuleType:
-    """The script that a run or dataset names; it must be a file beside the others: a dataset may be a stranger's."""
-    if not (Path(clip_reward.__file__).parent / f"{settings['script']}.py").is_file():
-        raise UsageError(f"there is no script {settings['script']}.py here")
-    return importlib.import_module(settings["script"])
-
-
-def seen(script: str) -> int | None:
-    """How many of a state's numbers, the first ones, a frame depends on."""
-    return 24 if script == "sac_clip_humanoid" else None
-
-
-def states_of(path: Path) -> torch.Tensor:
-    """-> states (T + 1, N, S) of a round, from its file."""
-    return torch.load(path, map_location="cpu", weights_only=True)["round"][0]
+    run_dirs: tuple[Path, ...] = ()  # of one script: states of their rounds, with their prompt, task and look
+    script: Script | None = None  # without runs: whose fixed states, half of them goal states
+    task: str | None = None  # without runs: of the humanoid (default: kneeling)
+    prompt: tuple[str, ...] = ()  # without runs: a sentence of your own; label by hand, or judge by eye
+    states: int = 1000  # states in the dataset
+    seed: int = 1  # of the choice of the states
+    output: Path = Path("dataset")  # folder to write, made anew
 
 
 def states_of_runs(run_dirs: tuple[Path, ...]) -> tuple[torch.Tensor, dict]:
-    """-> all states in the rounds that these runs hold, and the runs' common settings."""
-    states, settings = [], []
+    """-> what can be seen of all states in the rounds that these runs hold, and the runs' common settings."""
+    states = []
+    common = None
     for run_dir in run_dirs:
-        checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-        for path in rounds_of(run_dir):
-            states.append(states_of(path)[1:, :, : seen(checkpoint["script"])].flatten(0, 1))
-        keep = ("prompt", "baseline_prompt", "task", *LOOK)
-        own = {"script": checkpoint["script"]} | {name: checkpoint["settings"].get(name) for name in keep}
-        settings.append(own)
-        different = [name for name in own if own[name] != settings[0][name]]
+        settings = settings_of(run_dir)
+        own = {name: settings.get(name) for name in ("script", "prompt", "baseline_prompt", "task", *LOOK)}
+        common = common or own
+        different = [name for name in own if own[name] != common[name]]
         if different:
             raise UsageError(f"{run_dir} differs from {run_dirs[0]} in {', '.join(different)}")
-    return torch.cat(states), settings[0]
+        states += [seen(states_of(path), own) for path in rounds_of(run_dir)]
+    return torch.cat(states), common
 
 
-def states_at_random(
-    script: Script, task: str | None, n: int, rng: np.random.Generator
-) -> tuple[torch.Tensor, dict]:
-    """-> n states without a policy, the humanoid's from poses, and the script's default settings."""
+def seen(states: torch.Tensor, settings: dict) -> torch.Tensor:
+    """States of a round (T + 1, N, S) -> those after its steps, as far as a frame shows them (T N, …)."""
+    return states[1:, :, : getattr(script_of(settings), "POSE_SIZE", None)].flatten(0, 1)
+
+
+def states_at_random(script: str, task: str | None, n: int, rng: np.random.Generator) -> tuple:
+    """-> n states (n, …) without a policy, the humanoid's from poses, and the script's default settings."""
     module = script_of({"script": script})
     defaults = module.Args()
     settings = {"script": script, "task": None}
     settings |= {name: getattr(defaults, name, None) for name in ("prompt", "baseline_prompt", *LOOK)}
-    if script == "sac_clip_humanoid":
-        from tiny_clip.scenes import humanoid_states  # but not the states that it was trained with
+    if hasattr(module, "TASKS"):
+        from reward_check.states import humanoid_states  # but not those that `tiny` was trained with
 
         task = task or "kneeling"
         if task not in module.TASKS:
             raise UsageError(f"no task {task}: there are {', '.join(module.TASKS)}")
         return humanoid_states(n, rng), settings | {"task": task, "prompt": (module.TASKS[task][0],)}
-    if script == "sac_clip_mountaincar":
+    if hasattr(module, "MountainCar"):
         x = rng.uniform(-1.2, 0.6, n)
         return torch.from_numpy(np.stack([x, 0 * x], axis=1)).float(), settings
     degrees = rng.uniform(-1, 1, n) * np.where(rng.random(n) < 0.5, 20, 180)
@@ -114,71 +86,64 @@ def states_at_random(
     return torch.from_numpy(np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)).float(), settings
 
 
-def fixed_states(
-    script: Script, task: str | None, n: int, rng: np.random.Generator
-) -> tuple[torch.Tensor, dict]:
-    """-> n states and the script's default settings. Half are goal states, random or posed; a quarter are other
-    such states; a quarter are others that a random policy visits."""
+def fixed_states(script: str, task: str | None, n: int, rng: np.random.Generator) -> tuple:
+    """-> n states (n, …) and the script's default settings. Half are goal states, random or posed; a quarter
+    are other such states; a quarter are others that a random policy visits."""
     posed, settings = states_at_random(script, task, max(10 * n, 5000), rng)
     holds = label(posed, settings)
     goal = posed[holds]
-    if script == "sac_clip_humanoid" and len(goal) < n // 2:  # few poses are splits: more like those
-        from tiny_clip.scenes import play, variations
+    if settings["task"] and len(goal) < n // 2:  # few poses are splits: more like those
+        from reward_check.states import play, robots, variations
 
-        module = script_of(settings)
-        robots = [env.unwrapped for env in module.Humanoids(256, module.Args()).envs]
+        bodies = robots(256)
         while len(goal) < n // 2:
             parents = goal[torch.from_numpy(rng.integers(len(goal), size=256))]
-            states = torch.cat(play(*variations(parents.numpy(), rng), robots, rng))
+            states = torch.cat(play(*variations(parents.numpy(), rng), bodies, rng))
             goal = torch.cat([goal, states[label(states, settings)]])
-    played = states_of_a_random_policy(script, max(32, n // 100), int(rng.integers(2**31)))
+    played = states_of_a_random_policy(settings, max(32, n // 100), int(rng.integers(2**31)))
     rest = n - n // 2 - n // 4
     kinds = ((goal, n // 2), (posed[~holds], n // 4), (played[~label(played, settings)], rest))
     chosen = [states[torch.from_numpy(rng.permutation(len(states))[:size])] for states, size in kinds]
     return torch.cat(chosen)[torch.from_numpy(rng.permutation(n))], settings
 
 
-def states_of_a_random_policy(script: Script, episodes: int, seed: int) -> torch.Tensor:
+def states_of_a_random_policy(settings: dict, episodes: int, seed: int) -> torch.Tensor:
     """-> the states (N, S) of so many episodes."""
-    module = script_of({"script": script})
-    args = module.Args()
-    envs = {
-        "dqn_clip_cartpole": lambda: module.CartPole(episodes),
-        "sac_clip_mountaincar": lambda: module.MountainCar(episodes),
-        "sac_clip_humanoid": lambda: module.Humanoids(episodes, args),
-    }
-    policy = module.QNetwork(args) if script == "dqn_clip_cartpole" else None  # not heeded, with ε = 1
+    module = script_of(settings)
+    names = {"CartPole", "MountainCar", "Humanoids"} & vars(module).keys()
+    envs = vars(module)[names.pop()](episodes)
+    policy = module.QNetwork() if hasattr(module, "QNetwork") else None  # not heeded, with ε = 1
     nobody = SimpleNamespace(add=lambda states: None)
-    states, _ = module.rollout(policy, 1.0, envs[script](), nobody, seed, args)
-    return states[1:, :, : seen(script)].flatten(0, 1)
+    return seen(module.rollout(policy, 1.0, envs, nobody, seed, module.Args())[0], settings)
+
+
+def scene_of(settings: dict, height: int, width: int, batch_size: int, device: torch.device):
+    """-> the script's `Scene`, in the look of these settings."""
+    module = script_of(settings)
+    look = [settings[name] for name in LOOK if settings.get(name) is not None]
+    if hasattr(module, "TASKS"):  # the humanoid's is for so many at once
+        look.append(batch_size)
+    return module.Scene(height, width, *look, device)
 
 
 def label(states: torch.Tensor, settings: dict) -> torch.Tensor | None:
     """States (N, …) -> whether the script's success condition holds (N,) bool; None where it has none."""
     module = script_of(settings)
-    if settings["script"] != "sac_clip_humanoid":
+    if not hasattr(module, "TASKS"):
         return module.ground_truth_reward(states) > 0
     if settings["task"] is None:
         return None
-    look = (settings[name] for name in LOOK)
-    scene = module.Scene(8, 8, *look, 1024, torch.device("cpu"))  # only where the parts of the body are
-    holds = module.TASKS[settings["task"]][1]
-    chunks = tqdm(states.split(8192), desc="label", leave=False)
-    return torch.cat([holds(scene.render(chunk)[1]) for chunk in chunks])
+    scene = scene_of(settings, 8, 8, 1024, torch.device("cpu"))  # only where the parts of the body are
+    return module.TASKS[settings["task"]][1](scene.render(states)[1])
 
 
-def renderer(
-    settings: dict, height: int, width: int, batch_size: int, device: torch.device
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def renderer(settings: dict, height: int, width: int, batch_size: int, device: torch.device) -> Callable:
     """-> a function from states (N, …) to frames (N, 3, height, width) uint8."""
     module = script_of(settings)
     if not hasattr(module, "Scene"):
         return lambda states: module.render(states.to(device), height, width)
-    look = [settings[name] for name in LOOK if settings[name] is not None]
-    if settings["script"] != "sac_clip_humanoid":
-        return module.Scene(height, width, *look, device).render
-    scene = module.Scene(height, width, *look, batch_size, device)
-    return lambda states: scene.render(states)[0]
+    scene = scene_of(settings, height, width, batch_size, device)
+    return (lambda states: scene.render(states)[0]) if hasattr(module, "TASKS") else scene.render
 
 
 def picture(i: int) -> str:
@@ -230,12 +195,9 @@ def main() -> None:
     (args.output / "frames").mkdir(parents=True)
     screen = script_of(settings)  # frames larger than most models see them
     size = getattr(screen, "SCREEN_HEIGHT", 480) // 2, getattr(screen, "SCREEN_WIDTH", 480) // 2
-    render = renderer(settings, *size, 64, torch.device("cpu"))
-    with tqdm(total=len(states), desc="render", unit="frame") as progress:
-        for chunk in torch.arange(len(states)).split(64):
-            for i, frame in zip(chunk.tolist(), render(states[chunk]).permute(0, 2, 3, 1).numpy()):
-                Image.fromarray(frame).save(args.output / picture(i))
-                progress.update()
+    render = renderer(settings, *size, 1, torch.device("cpu"))
+    for i in trange(len(states), desc="render", unit="frame"):
+        Image.fromarray(render(states[i : i + 1])[0].permute(1, 2, 0).numpy()).save(args.output / picture(i))
     np.save(args.output / "states.npy", states.numpy())
     with open(args.output / "labels.csv", "w", newline="") as file:
         writer = csv.writer(file)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import tyro
 
-from reward_check.dataset import script_of
+from reward_check.runs import script_of
 
 # What looks alike is wrong alike: a tenth of a metre and a degree; a hundredth of the car's unit.
 CELLS = {
@@ -44,19 +44,16 @@ class Noise:
     states without a picture or a model."""
 
     script: Literal["dqn_clip_cartpole", "sac_clip_mountaincar"] = "dqn_clip_cartpole"
-    errors: Literal["false-positives", "false-negatives", "both"] = "both"
-    """which states can be wrong: those that are no goal states, goal states, all"""
-    wrong: float = 0.2
-    """the share of these that is"""
-    fixed: bool = True
-    """the same states are always wrong (a hash of the state decides), or else any, drawn at each visit"""
-    seed: int = 1
-    """of the errors, and of the training"""
+    errors: Literal["false-positives", "false-negatives", "both"] = (
+        "both"  # in no goal states, in these, in all
+    )
+    wrong: float = 0.2  # the share of these that is
+    fixed: bool = True  # wrong for the same states, as a hash of the state decides; or drawn at each visit
+    seed: int = 1  # of the errors, and of the training
 
     def __post_init__(self):
         self.rng = torch.Generator().manual_seed(self.seed)
         self.device = torch.device("cpu")
-        self.fingerprint = torch.zeros(1)
         self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self.states = []
 
@@ -73,7 +70,7 @@ class Noise:
     def add(self, states: torch.Tensor) -> None:
         self.states.append(states)
 
-    def result(self, show: str | None = None) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         labels = self(torch.cat(self.states))
         self.states = []
         return labels

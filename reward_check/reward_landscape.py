@@ -28,16 +28,11 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 class Args:
     """Plot the reward landscapes of the paper's prompts; the raw rewards go into a CSV file beside it."""
 
-    clip_model: str = "tiny"
-    """NAME/TAG, NAME//path/to/weights, hf-hub:ORG/NAME, local-dir:PATH or tiny"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """cpu or cuda"""
-    points: int = 181
-    """states along each axis"""
-    clip_batch_size: int = 32
-    """frames rewarded at once"""
-    output: Path = Path("reward_landscape.png")
-    """picture to write"""
+    clip_model: str = "tiny"  # NAME/TAG, NAME/FILE, hf-hub:ORG/NAME, local-dir:PATH or tiny
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cpu or cuda
+    points: int = 181  # states along each axis
+    clip_batch_size: int = 32  # frames rewarded at once
+    output: Path = Path("reward_landscape.png")  # picture to write
 
 
 def pole(degrees: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -68,17 +63,14 @@ def main() -> None:
     sys.stdout.reconfigure(errors="replace")  # α, where the terminal has none
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
     axes = figure.subplots(2, len(PANELS), height_ratios=[3.2, 1], sharex="col")
-    rows, maxima, script_of_model = [], [], None
-    progress = tqdm(
-        total=args.points * len(PANELS), unit="frame", desc="reward", delay=0.1
-    )  # when a model is there
+    rows = []
+    maxima = []
+    progress = tqdm(total=args.points * len(PANELS), unit="frame", desc="reward")
     for (above, below), (name, (script, render, axis, ends, goal, samples)) in zip(axes.T, PANELS.items()):
         settings = script.Args()
-        if script is not script_of_model:
-            script_of_model = script
-            reward_model = None  # an old model's memory is free before a new one is loaded
-            texts = settings.prompt, settings.baseline_prompt
-            reward_model = CLIPReward(args.clip_model, *texts, 1.0, args.device, args.clip_batch_size)
+        reward_model = None  # an old model's memory is free before a new one is loaded
+        texts = settings.prompt, settings.baseline_prompt
+        reward_model = CLIPReward(args.clip_model, *texts, 1.0, args.device, args.clip_batch_size)
         places = torch.linspace(*ends, args.points, device=args.device)
         embeddings = []
         for chunk in places.split(args.clip_batch_size):

@@ -37,7 +37,7 @@ def test_hours_are_operations_by_operations_an_hour(monkeypatch, capsys):
         cost.main()
 
 
-@pytest.mark.slow("mountaincar", "humanoid")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", throughput.Script.__args__)
 def test_rounds_that_are_measured_learn_and_are_not_evaluated(script, monkeypatch):
     """Of the scripts themselves, in a process each, whose curves tell."""

@@ -1,12 +1,8 @@
 """Reward programs: what is refused and limited, the pipeline on recorded answers, and training on one."""
 
 import json
-import os
-import subprocess
 import sys
-import time
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +13,7 @@ import torch
 import dqn_clip_cartpole
 import sac_clip_mountaincar
 from clip_reward import UsageError
-from code_reward import program, write
+from code_reward import client, program, write
 from code_reward.program import Program, ProgramError, ProgramReward, check, verify
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,18 +99,24 @@ KEPT = {  # where a program may keep the number of its calls -> a function `call
 def test_a_program_keeps_nothing_of_a_batch(what, tmp_path):
     source = HEAD + KEPT[what] + f"def done(frames):\n    return ({DARK}) & (calls() < 3)\n"
     (tmp_path / "program.py").write_text(source)
-    reward = ProgramReward(str(tmp_path / "program.py"))
+    reward = ProgramReward(str(tmp_path / "program.py"), UsageError)
     assert [reward(torch.zeros(1, 3, 8, 8, dtype=torch.uint8)).item() for _ in range(5)] == [1] * 5
 
 
 def test_shipped_programs_reward_more_the_nearer_the_goal():
-    reward, degrees = ProgramReward(str(PROGRAMS / "cartpole.py")), [-170, -60, -30, -8, 0, 8, 30, 60, 170.0]
+    reward, degrees = (
+        ProgramReward(str(PROGRAMS / "cartpole.py"), UsageError),
+        [-170, -60, -30, -8, 0, 8, 30, 60, 170.0],
+    )
     states = torch.zeros(len(degrees), 4)
     states[:, 2] = torch.deg2rad(torch.tensor(degrees))
     assert reward(dqn_clip_cartpole.render(states, *reward.size)).tolist() == [0, 1, 1, 3, 4, 3, 1, 1, 0]
     states[:, 0] = 2
     assert reward(dqn_clip_cartpole.render(states, *reward.size)).tolist() == [0, 1, 1, 2, 2, 2, 1, 1, 0]
-    reward, x = ProgramReward(str(PROGRAMS / "mountaincar.py")), [-1.2, -0.52, -0.2, 0.2, 0.4, 0.46, 0.6]
+    reward, x = (
+        ProgramReward(str(PROGRAMS / "mountaincar.py"), UsageError),
+        [-1.2, -0.52, -0.2, 0.2, 0.4, 0.46, 0.6],
+    )
     for textures in ("realistic", "original"):
         scene = sac_clip_mountaincar.Scene(*reward.size, textures, torch.device("cpu"))
         assert reward(scene.render(torch.tensor(x)[:, None])).tolist() == [0, 0, 0, 1, 2, 3, 3], textures
@@ -156,45 +158,40 @@ NO_PLAN = {
 @pytest.mark.parametrize("what", NO_PLAN)
 def test_what_is_no_plan_is_asked_again(what):
     answers = [NO_PLAN[what], json.dumps(PLAN)]
-    model = SimpleNamespace(args=SimpleNamespace(rounds=3), ask=lambda _: answers.pop(0))
-    assert write.plan(model, []) == ("A pole on a cart.", {"pole_up": "up", "upright": "still"})
+    model = SimpleNamespace(ask=lambda _: answers.pop(0))
+    assert write.plan(model, [], 3) == ("A pole on a cart.", {"pole_up": "up", "upright": "still"})
 
 
-def test_strange_responses_are_a_line_or_an_answer_and_no_file_but_ours_is_written(tmp_path, monkeypatch):
-    (tmp_path / "result.json").write_text("{}")
+def test_strange_responses_are_a_line_or_an_answer(tmp_path, monkeypatch):
     response = SimpleNamespace(usage=None, choices={"0": "an object"})
     completions = SimpleNamespace(create=lambda **_: response)
-    client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
-    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: client))
-    args = write.Args(run_dir=tmp_path, output=tmp_path / "result.py", model="m")
-    question = [write.message("user", "What is it?")]
+    endpoint = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: endpoint))
+    question = [client.message("user", "What is it?")]
     with pytest.raises(UsageError, match="no answer .*KeyError"):
-        write.Model(args).ask(question)
+        client.Client("m", None, tmp_path / "a.json").ask(question)
     response.choices = [SimpleNamespace(message=SimpleNamespace(content="A cart."))]
-    assert write.Model(args).ask(question) == "A cart."
+    assert client.Client("m", None, tmp_path / "a.json").ask(question) == "A cart."
     monkeypatch.setitem(sys.modules, "openai", None)  # it cannot even be imported
-    assert write.Model(args).ask(question) == "A cart."
-    assert (tmp_path / "result.json").read_text() == "{}"
+    assert client.Client("m", None, tmp_path / "a.json").ask(question) == "A cart."
 
 
 @pytest.fixture
-def server(serve):
-    """-> base URL, questions asked; gives ANSWERS."""
+def asked(monkeypatch) -> list[list]:
+    """The messages of all questions to an endpoint that gives ANSWERS; the fifth is broken off, once."""
     asked = []
+    breaks = [5]
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            assert self.path == "/v1/chat/completions" and asked[-1]["model"] == "recorded"
-            said = {"role": "assistant", "content": ANSWERS[len(asked) - 1]}
-            answer = {"choices": [{"index": 0, "finish_reason": "stop", "message": said}]}
-            answer |= {"id": "1", "object": "chat.completion", "usage": {"total_tokens": 110}}
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
+    def create(**question) -> SimpleNamespace:
+        if len(asked) + 1 in breaks:
+            raise KeyboardInterrupt(breaks.pop())
+        asked.append([*question["messages"]])
+        said = SimpleNamespace(message=SimpleNamespace(content=ANSWERS[len(asked) - 1]))
+        return SimpleNamespace(choices=[said], usage=SimpleNamespace(total_tokens=110))
 
-    return serve(Handler) + "/v1", asked
+    endpoint = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: endpoint))
+    return asked
 
 
 @pytest.fixture
@@ -206,7 +203,7 @@ def run_dir(tmp_path) -> Path:
         states = [envs.reset(seed=1)[0]]
         for _ in range(150):
             right = (states[-1] @ [0.05, 0.1, 1, 0.5] > 0).astype(int) if number else rng.integers(2, size=4)
-            states.append(envs.step(right)[0])
+            states.append(envs.step(right))
         played = (torch.from_numpy(np.stack(states)), torch.zeros(150, 4), torch.zeros(150, 4))
         dqn_clip_cartpole.save(f"{tmp_path}/run/rounds/{number}.pt", round=played)
     content = {"script": "dqn_clip_cartpole", "settings": asdict(dqn_clip_cartpole.Args())}
@@ -214,49 +211,33 @@ def run_dir(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-WRITE = [sys.executable, "-m", "code_reward.write", "--model", "recorded", "--episodes", "4"]
-ENV = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"} | {"NO_PROXY": "*"}
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "env": ENV}
-
-
-@pytest.mark.slow
-def test_a_program_is_written_killed_in_the_middle_and_taken_up_again(server, run_dir, tmp_path):
-    pytest.importorskip("openai")
-    url, asked = server
-    command = [*WRITE, "--run-dir", run_dir, "--base-url", url, "--output", tmp_path / "cartpole.py"]
-    process = subprocess.Popen(command, **PIPES)
-    while len(asked) < 5:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert not (tmp_path / "cartpole.py").exists()
-    kept = len(json.loads((tmp_path / "cartpole.answers.json").read_text()))
-    del asked[kept:]  # an answer that was under way is given once more
-    done = subprocess.run(command, timeout=300, **PIPES)
-    assert done.returncode == 0, done.stderr
+def test_a_program_is_written_broken_off_in_the_middle_and_taken_up_again(
+    asked, run_dir, tmp_path, call, monkeypatch
+):
+    monkeypatch.setattr(program, "SECONDS", 2)
+    command = [write, "--model", "recorded", "--episodes", "4", "--run-dir", run_dir]
+    command += ["--output", tmp_path / "cartpole.py"]
+    with pytest.raises(KeyboardInterrupt):
+        call(*command)
+    assert len(asked) == 4 and not (tmp_path / "cartpole.py").exists()
+    call(*command)
     calls = json.loads((tmp_path / "cartpole.answers.json").read_text())
     assert len(asked) == len(ANSWERS) and [call["tokens"] for call in calls.values()] == [110] * len(ANSWERS)
-    said = [question["messages"][-1]["content"] for question in asked]
+    said = [messages[-1]["content"] for messages in asked]
     assert [len(parts) - 1 for parts in said] == [6, 0, 6, 0, 0, 0, 6, 4, 0, 0]  # pictures
     for number, words in {5: "bool (", 7: "100%", 8: "longer than", 9: "IndexError"}.items():
         assert words in said[number][0]["text"]
     written = Program((tmp_path / "cartpole.py").read_text())
     assert written.size == (64, 96) and written.subtasks == ["pole_up", "upright"]
-
-
-@pytest.mark.parametrize("first, words", [(0, "no answer"), (2, "no longer its first")])
-def test_without_an_endpoint_or_a_first_round_a_line_says_so(first, words, run_dir, tmp_path):
-    (run_dir / "rounds" / "0.pt").rename(run_dir / "rounds" / f"{first}.pt")
-    command = [*WRITE, "--run-dir", run_dir, "--output", tmp_path / "a.py"]
-    done = subprocess.run(command, timeout=60, **PIPES)
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    (run_dir / "rounds" / "0.pt").rename(run_dir / "rounds" / "2.pt")
+    with pytest.raises(UsageError, match="no longer its first"):
+        call(*command[:-1], tmp_path / "another.py")
 
 
 @pytest.mark.parametrize("script", [dqn_clip_cartpole, sac_clip_mountaincar])
 def test_a_training_is_rewarded_by_the_program_and_a_checkpoint_runs_none(script, tmp_path, call):
     path, run = tmp_path / "program.py", tmp_path / "run"
-    source = (PROGRAMS / f"{script.SCRIPT.split('_')[-1]}.py").read_text()
+    source = (PROGRAMS / f"{script.__name__.split('_')[-1]}.py").read_text()
     path.write_text(source.replace("> 62", "> 35"))  # the car's valley, too: so short a run comes no further
     short = "--total-timesteps=480 --num-envs=4 --episode-length=30 --learning-starts=120 --gradient-steps=2"
     short = [*short.split(), "--episodes=2", "--evaluate-every=240", "--device=cpu"]
@@ -268,9 +249,6 @@ def test_a_training_is_rewarded_by_the_program_and_a_checkpoint_runs_none(script
     assert len(torch.stack([rewards for *_, rewards in rounds]).unique()) > 1
     with pytest.raises(SystemExit):  # the program is to be named again
         call(script, "--resume", run)
-    path.write_text(path.read_text() + "\n")
-    with pytest.raises(UsageError, match="another"):
-        call(script, "--resume", run, "--clip-model", path)
 
 
 def test_a_file_that_is_no_program_is_a_line(tmp_path):
@@ -278,4 +256,4 @@ def test_a_file_that_is_no_program_is_a_line(tmp_path):
     (tmp_path / "latin.py").write_bytes("# ä".encode("latin-1"))
     for name in ("bad", "latin", "none"):
         with pytest.raises(UsageError, match=f"{name}.py is no reward program"):
-            ProgramReward(f"{tmp_path}/{name}.py")
+            ProgramReward(f"{tmp_path}/{name}.py", UsageError)

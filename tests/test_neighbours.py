@@ -3,30 +3,25 @@
 import json
 import math
 import sys
+from collections import deque
 from http.server import BaseHTTPRequestHandler
 
-import numpy as np
 import pytest
 import torch
 
 import dqn_clip_cartpole
 import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError
+from code_reward.client import picture
 from neighbours import dqn_preference_cartpole as preference
 from neighbours import sac_shaped_mountaincar as shaped
-from results import tables
 
 SHORT = """--clip-model tiny --device cpu --precision fp32 --num-envs 4 --episode-length 20 --total-timesteps 400
     --learning-starts 80 --batch-size 32 --gradient-steps 5 --episodes 2 --clip-batch-size 32""".split()
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch):
-    """The neighbours lend their settings to the script beside them."""
-    for script in (dqn_clip_cartpole, sac_clip_mountaincar):
-        for name in ("Args", "SCRIPT", "Worker", "train"):
-            monkeypatch.setattr(script, name, getattr(script, name))
-        monkeypatch.setattr(script, "pictures", lambda *_: np.zeros((1, 8, 16, 16, 3), np.uint8))
+def as_it_was():
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     yield
     torch.set_num_threads(threads)
@@ -64,37 +59,25 @@ def test_a_reward_is_learned_from_what_is_decided():
     assert torch.corrcoef(torch.stack([reward(unseen), unseen[:, 0]]))[0, 1] > 0.8
 
 
-@pytest.fixture
-def rb() -> preference.ReplayBuffer:
-    """Five rounds of 5 steps in 2 environments, of which three are kept; an embedding has 3 numbers."""
-    args = preference.Args(num_envs=2, episode_length=5, total_timesteps=30)
-    rb = preference.ReplayBuffer(5, args, torch.device("cpu"))
-    for seed in range(5):
-        rng = torch.Generator().manual_seed(seed)
-        labels = torch.rand(5, 2, 5, generator=rng).round(decimals=1)
-        rb.add(torch.rand(6, 2, 4, generator=rng), torch.zeros(5, 2).long(), labels)
-    return rb
-
-
-def test_relabelling_leaves_nothing_of_the_old_reward(rb):
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        reward = preference.PreferenceReward(3)
-        rb.relabel(reward)
-        expected = reward(rb.labels[..., :3])
-        assert torch.equal(rb.rewards, expected) and expected.std() > 0
-        assert rb.mean == pytest.approx(expected.mean().item()) and rb.sample(4, 3)[3].shape == (3, 4)
-        assert rb.std == pytest.approx(expected.std(correction=0).item() + 1e-8)
-
-
-def test_pairs_are_states_after_steps_with_their_labels(rb):
-    states, labels = rb.pairs(300)
-    after = zip(rb.states[:, 1:].reshape(-1, 4), rb.labels.reshape(-1, 5))
-    known = {tuple(state.tolist()): label for state, label in after}
+def test_pairs_are_states_after_steps_with_their_labels_and_rewards_are_those_of_now():
+    """Of three rounds of 5 steps in 2 environments; an embedding has 3 numbers."""
+    torch.manual_seed(0)
+    rounds = deque((torch.rand(6, 2, 4), torch.zeros(5, 2), torch.rand(5, 2, 5)) for _ in range(3))
+    known = {}
+    for played, _, found in rounds:
+        for state, label in zip(played[1:].flatten(0, 1), found.flatten(0, 1)):
+            known[tuple(state.tolist())] = label
+    states, labels = preference.draw_pairs(rounds, 300)
     seen = {tuple(state.tolist()) for state in states.reshape(-1, 4)}
     assert states.shape == (300, 2, 4) and len(seen) == len(known) == 30
     for state, label in zip(states.reshape(-1, 4), labels.reshape(-1, 5)):
         assert torch.equal(known[tuple(state.tolist())], label)
+
+    reward = preference.PreferenceReward(3)
+    rewards = preference.standardized(reward, labels)
+    assert rewards.mean().abs() < 1e-5 and rewards.std(correction=0) == pytest.approx(1, abs=1e-5)
+    both = torch.stack([rewards.flatten(), reward(labels[..., :3]).detach().flatten()])
+    assert torch.corrcoef(both)[0, 1] == pytest.approx(1, abs=1e-4)
 
 
 def test_a_teacher_compares_and_errs():
@@ -113,23 +96,15 @@ def test_a_teacher_compares_and_errs():
 
 def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path):
     pytest.importorskip("openai")
-    from code_reward.write import picture
-
+    said = ["It is up in the first.\n1", "…\n**(2)**", "Alike.\n0", "I doubt between 1 and 2."]
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            said = ("It is up in the first.\n1", "…\n**(2)**", "Alike.\n0", "I doubt between 1 and 2.")[
-                len(asked) - 1
-            ]
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
-            answer = {
-                "id": "1",
-                "object": "chat.completion",
-                "choices": [choice],
-                "usage": {"total_tokens": 9},
-            }
+            message = {"role": "assistant", "content": said[len(asked) - 1]}
+            answer = {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+            answer |= {"id": "1", "object": "chat.completion", "usage": {"total_tokens": 9}}
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
@@ -146,10 +121,10 @@ def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path
     assert args.prompt[0] in text["text"] and pictures == [picture(frame) for frame in frames]
 
 
-def test_a_vlm_needs_a_name_and_a_reward_embeddings(call, tmp_path):
-    for words, refused in ((["--teacher", "vlm"], "needs --vlm"), (["--clip-model", "x.py"], "or program")):
+def test_a_vlm_needs_a_name_and_a_reward_embeddings():
+    for how, refused in (({"teacher": "vlm"}, "needs --vlm"), ({"clip_model": "x.py"}, "or reward program")):
         with pytest.raises(UsageError, match=refused):
-            call(preference, *SHORT, *words, "--run-dir", tmp_path / "run")
+            preference.Args(**how)
 
 
 # ---- A success signal and a sentence
@@ -209,15 +184,11 @@ def test_heads_learn_to_rank_success_above_failure(labels):
 
 
 def test_two_policies_take_turns():
-    class Says(torch.nn.Module):
-        def __init__(self, number: float):
-            super().__init__()
-            self.number = number
-
-        def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.number * obs, obs
-
-    relay = shaped.Relay([Says(1), Says(-1)], 6, torch.Generator().manual_seed(0))
+    policies = [torch.nn.Linear(1, 1) for _ in range(2)]
+    says = [lambda obs: (obs, obs), lambda obs: (-obs, obs)]
+    for policy, say in zip(policies, says):
+        policy.forward = say
+    relay = shaped.Relay(policies, 6, torch.Generator().manual_seed(0))
     means = torch.stack([relay(torch.ones(6, 1))[0][:, 0] for _ in range(200)])
     assert set(means.unique().tolist()) == {-1, 1} and len(set(means[0].tolist())) == 2
     for turn, own in zip(relay.turn.tolist(), means.T):
@@ -228,7 +199,7 @@ def test_two_policies_take_turns():
 # ---- Short trainings
 
 
-# In the first and third the buffer wraps; in the third, policies hand over, and the relay ends.
+# In the first and third, old rounds drop out; in the third, policies hand over, and the relay ends.
 LONG = """--episode-length 40 --total-timesteps 800 --learning-starts 160 --buffer-size 320
     --relay-until 4""".split()
 CASES = {
@@ -241,32 +212,6 @@ CASES = {
 }
 
 
-def spied(case: str, monkeypatch) -> tuple[list, list, list]:
-    """Of a training: what the rewards in the buffer are at each update, the teacher's sessions, all ε."""
-    script, beside, options = CASES[case]
-    networks = preference.PreferenceReward if script is preference else shaped.Heads
-    begin, sample, compare = networks.__init__, script.ReplayBuffer.sample, preference.compare
-    rollout = beside.rollout
-    made, paid, sessions, epsilons = [], [], [], []
-
-    def sampled(rb, *how):
-        labels = rb.labels[: rb.rounds]
-        expected = {"r": made[0](labels[..., :-2]).detach()}
-        if script is shaped:
-            args = shaped.Args(rho=3 if case == "sum" else 1)
-            kinds = ("success", "sum", "shaped", "furl")
-            expected = {kind: shaped.rewards_of(labels, kind, made[0], args) for kind in kinds}
-        held = rb.rewards[: rb.rounds]
-        paid.append([kind for kind, rewards in expected.items() if torch.equal(held, rewards)])
-        return sample(rb, *how)
-
-    monkeypatch.setattr(networks, "__init__", lambda self, what: made.append(self) or begin(self, what))
-    monkeypatch.setattr(script.ReplayBuffer, "sample", sampled)
-    monkeypatch.setattr(preference, "compare", lambda *a: sessions.append(a) or compare(*a))
-    monkeypatch.setattr(beside, "rollout", lambda *a: epsilons.append(a[1]) or rollout(*a))
-    return paid, sessions, epsilons
-
-
 @pytest.mark.slow("shaped", "clip", "success", "sum")
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypatch):
@@ -275,17 +220,17 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     monkeypatch.setattr(sac_clip_mountaincar, "X_GOAL", -0.45)  # so that some succeed and some fail
     for learn in (shaped.learn_heads, preference.PreferenceReward.learn):
         monkeypatch.setattr(learn, "__defaults__", (20,))  # updates: fewer, for time's sake
-    ranked, loss, save, written = [], shaped.ranking_loss, beside.save, []
-    monkeypatch.setattr(shaped, "ranking_loss", lambda *a: ranked.append(a) or loss(*a))
+    paid, buffers, epsilons, written = [], [], [], []
+    save, sample, rollout, rewards_of = beside.save, beside.sample, beside.rollout, shaped.rewards_of
     with monkeypatch.context() as spies:
-        paid, sessions, epsilons = spied(case, spies)
+        spies.setattr(beside, "rollout", lambda *a: epsilons.append(a[1]) or rollout(*a))
+        spies.setattr(beside, "sample", lambda buffer, args: buffers.append(buffer) or sample(buffer, args))
+        spies.setattr(shaped, "rewards_of", lambda *a: paid.append(a[1]) or rewards_of(*a))
         call(script, *SHORT, *options, "--run-dir", tmp_path / "whole")
-    if case == "furl":  # each policy is paid in its own way
-        assert ["furl"] in paid and ["success"] in paid and all(paid)
+    if script is shaped:
+        assert {*paid} == ({"furl", "success"} if case == "furl" else {case})
     else:
-        assert paid and all(("r" if script is preference else case) in kinds for kinds in paid)
-    if script is preference:
-        assert len(sessions) == (5 if case == "clip" else 3)
+        assert all(rewards.mean().abs() < 1e-4 and 0.99 < rewards.std() < 1.01 for _, _, rewards in buffers)
         assert epsilons[0] == 1 and epsilons[:5] == sorted(epsilons[:5], reverse=True) and epsilons[4] == 0.05
 
     def broken(path, **content):
@@ -301,7 +246,7 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     call(script, "--resume", tmp_path / "broken")
     runs = tmp_path / "whole", tmp_path / "broken"
     files = [sorted(path.name for path in (run / "rounds").iterdir()) for run in runs]
-    assert files[0] == files[1] and (len(files[0]) == 3 if "--buffer-size" in options else 5)
+    assert files[0] == files[1] and len(files[0]) == (2 if "--buffer-size" in options else 5)
     for name in ("checkpoint.pt", *(f"rounds/{file}" for file in files[0])):
         whole, again = (torch.load(run / name, weights_only=True) for run in runs)
         for about in ("settings", "script"):
@@ -311,47 +256,29 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
     results = [json.loads((run / "result.json").read_text()) for run in runs]
     for name in ("success_rate", "ground_truth_return", "clip_return"):
         assert results[0][name] == results[1][name]
-    assert (tmp_path / "whole/result.mp4").is_file() and bool(ranked) == (case == "furl")
 
     checkpoint = torch.load(tmp_path / "whole/checkpoint.pt", weights_only=True)
-    if script is preference:
-        assert len(checkpoint["preferences"]["_extra_state"][1]) > 10
+    answers = len(checkpoint["preferences"]["_extra_state"][1]) if script is preference else 0
+    assert script is shaped or answers > 10 and checkpoint["script"] == "dqn_preference_cartpole"
     states, _, labels = torch.load(tmp_path / "whole/rounds/4.pt", weights_only=True)["round"]
     states = states[len(states) - len(labels) :].flatten(0, 1)  # of preferences not the start
     labels = labels.flatten(0, 1)
     texts = checkpoint["settings"]["prompt"], checkpoint["settings"]["baseline_prompt"]
     model = CLIPReward("tiny", *texts, checkpoint["settings"]["goal_baseline_alpha"], precision="fp32")
-    render = dqn_clip_cartpole.render
     if script is shaped:
-        scene = sac_clip_mountaincar.Scene(*model.size, "realistic", torch.device("cpu"))
-        render = lambda states, *size: scene.render(states)  # noqa: E731
-    frames = render(states, *model.size)
+        frames = sac_clip_mountaincar.Scene(*model.size, "realistic", torch.device("cpu")).render(states)
+    else:
+        frames = dqn_clip_cartpole.render(states, *model.size)
     torch.testing.assert_close(labels[:, :-2], model.embed(frames), atol=1e-4, rtol=0)
     torch.testing.assert_close(labels[:, -2], model(frames), atol=1e-4, rtol=0)
     assert torch.equal(labels[:, -1], beside.ground_truth_reward(states))
 
-    if script is preference:
-        with pytest.raises(UsageError, match="--teacher-error 0.*keeps it"):
-            call(script, "--resume", tmp_path / "broken", "--teacher-error", "0.4")
-    steps = checkpoint["step"] + 80
-    call(script, "--resume", tmp_path / "broken", "--total-timesteps", steps)
-    with pytest.raises(UsageError, match="no --evaluate"):
+    with pytest.raises(UsageError, match="keeps it"):
+        call(script, "--resume", tmp_path / "broken", "--gamma", "0.4")
+    with pytest.raises(SystemExit):  # there is no --evaluate
         call(script, "--evaluate", tmp_path / "whole/checkpoint.pt")
-    save(f"{tmp_path}/whole/checkpoint.pt", **checkpoint | {"reward": checkpoint["reward"] + 0.1})
-    with pytest.raises(UsageError, match="another reward model"):
+    path = tmp_path / "whole/rounds/4.pt"
+    states, actions, labels = torch.load(path, weights_only=True)["round"]
+    save(str(path), round=(states, actions, labels + 0.1))
+    with pytest.raises(UsageError, match="another reward"):
         call(script, "--resume", tmp_path / "whole")
-
-    name = f"{case}/this_1"
-    folder = tmp_path / name
-    folder.parent.mkdir()
-    (tmp_path / "whole").rename(folder)
-    folder.with_name("this_1.begun").write_text("{}")
-    folder.with_name("this_1.finished").touch()
-    monkeypatch.setattr(tables, "RUNS", {name: ("neighbours/one", "")})
-    tables.store(case, tmp_path, tmp_path)
-    (row,) = tables.read(tmp_path / f"{case}.csv")
-    answers = len(checkpoint["preferences"]["_extra_state"][1]) if script is preference else 0
-    assert row.get("answers", "0") == str(answers)
-    assert row["success_rate"] == f"{results[0]['success_rate']:.2f}"
-    steps = [int(point["step"]) for point in tables.read(tmp_path / f"curves/{case}.csv")]
-    assert steps == [checkpoint["step"] // 5 * k for k in range(1, 6)]

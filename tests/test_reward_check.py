@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 from itertools import product
@@ -20,19 +19,26 @@ import sac_clip_humanoid
 import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError, contrastive_reward, goal_baseline_reward
 from results import predict
-from results.tables import TABLES, read, wilson, write
-from reward_check import dataset, dose, reward_landscape, reward_models, robustness, sheet
-from reward_check.reward_models import LIKELY, USELESS, balanced, epic_distance, measure, trained
+from results.tables import read, write
+from reward_check import dataset, dose, reward_landscape, reward_models, robustness, runs, sheet
+from reward_check.reward_models import LIKELY, USELESS, balanced, epic_distance, measure
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, LABELS, TABLE = Path("data"), Path("data/labels.csv"), Path("reward_models.csv")  # in a test's folder
 GOALS = ["pole vertically upright on top of the cart", "an upright pole"]
 FEW = ["--device", "cpu", "--precision", "fp32", "--resamples", 200, "--goal-baseline-alpha"]
+CARTPOLE = {"script": "dqn_clip_cartpole", "task": None}
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """No sheets are drawn: they take seconds."""
+    monkeypatch.setattr(sheet, "judged", lambda *_: None)
 
 
 # ---- The measures
@@ -58,9 +64,8 @@ def direct_epic(reward: np.ndarray, label: np.ndarray, weight: np.ndarray, gamma
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9])
-@pytest.mark.parametrize("seed", range(3))
-def test_epic_distance_is_its_definition_over_transitions(seed, gamma):
-    rng = np.random.default_rng(seed)
+def test_epic_distance_is_its_definition_over_transitions(gamma):
+    rng = np.random.default_rng(1)
     reward, label = torch.from_numpy(rng.normal(size=7)), torch.tensor([0, 1, 0, 0, 1, 1, 0]) == 1
     half = np.where(label, 1 / 3, 1 / 4)  # of the weight on goal states
     weight = np.stack([np.ones(7), half, rng.random(7)])
@@ -71,23 +76,11 @@ def test_epic_distance_is_its_definition_over_transitions(seed, gamma):
     assert both == pytest.approx(expected[:2], abs=1e-9)
 
 
-def test_epic_distance_of_many_float32_rewards():
-    rng = torch.Generator().manual_seed(0)
-    label, noise = torch.rand(5000, generator=rng) < 0.3, torch.randn(5000, generator=rng)
-    for scale, other, expected in ((3, 5, 0), (1e-4, 0.3, 0), (-2, 1, 1), (0, noise, math.sqrt(0.5))):
-        assert epic_distance(scale * label.float() + other, label).item() == pytest.approx(expected, abs=0.02)
-
-
-def test_average_precision_and_intervals_by_counting():
+def test_intervals_by_drawing_again():
     rng = torch.Generator().manual_seed(0)
     reward = torch.randint(12, (200,), generator=rng).float()  # many ties
     label = torch.rand(200, generator=rng) < 0.1 + 0.06 * reward
-    measured, area, before = measure(reward, label, 500, 1), 0, 0
-    for beta in reward.unique().flip(0):
-        found = reward >= beta
-        recall = (label & found).sum() / label.sum()
-        area, before = area + (label & found).sum() / found.sum() * (recall - before), recall
-    assert measured["average_precision"] == pytest.approx(area.item())
+    measured = measure(reward, label, 500, 1)
     again = [torch.randint(200, (200,), generator=rng) for _ in range(500)]
     for name, weight in (("epic", torch.ones_like), ("epic_balanced", balanced)):
         resampled = torch.stack([epic_distance(reward[i], label[i], weight(label[i])) for i in again])
@@ -110,18 +103,16 @@ def test_a_threshold_for_a_precision():
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("errors", ["false-positives", "false-negatives", "both"])
-@pytest.mark.parametrize("wrong", [0.0, 0.1, 0.4])
-def test_noise_has_the_distance_of_its_formula(wrong, errors, fixed):
+def test_noise_has_the_distance_of_its_formula(errors, fixed, wrong=0.3):
     """Of half goal states, with a share p wrong: ρ = 1 - 2p, and √((1 - p) / (1 + p)) if one kind is."""
     rng = np.random.default_rng(1)
-    degrees = np.where(np.arange(40_000) % 2, rng.uniform(-12, 12, 40_000), rng.uniform(13, 347, 40_000))
-    x = rng.uniform(-2.39, 2.39, 40_000)
+    degrees = np.where(np.arange(20_000) % 2, rng.uniform(-12, 12, 20_000), rng.uniform(13, 347, 20_000))
+    x = rng.uniform(-2.39, 2.39, 20_000)
     states = torch.from_numpy(np.stack([x, 0 * x, np.radians(degrees), 0 * x], axis=1)).float()
     labels = dose.Noise("dqn_clip_cartpole", errors, wrong, fixed)(states)
-    right = {"false-positives": labels[:, 1] == 1, "false-negatives": labels[:, 1] == 0}
     assert labels[:, 1].mean() == 0.5 and torch.equal(labels[:, 1] == 1, dataset.label(states, CARTPOLE))
-    if errors != "both":
-        assert (labels[:, 0] == labels[:, 1])[right[errors]].all()
+    off = labels[:, 0] != labels[:, 1]
+    assert errors == "both" or (labels[off, 1] == (errors == "false-negatives")).all()
     rho = 1 - 2 * wrong if errors == "both" else math.sqrt((1 - wrong) / (1 + wrong))
     distance = epic_distance(labels[:, 0], labels[:, 1]).item()
     assert distance == pytest.approx(math.sqrt((1 - rho) / 2), abs=0.02)
@@ -133,85 +124,76 @@ def test_what_is_fixed_for_a_state_is_so_in_any_batch():
     expected = noise(states)[:, 0]
     assert torch.equal(torch.cat([noise(some)[:, 0] for some in states.flip(0).split(7)]).flip(0), expected)
     assert torch.equal(noise(states * torch.tensor([1, 5, 1, -2]))[:, 0], expected)  # no picture shows speeds
-    assert (
-        dose.Noise("dqn_clip_cartpole", "both", 0.3, seed=2)(states)[:, 0] != expected
-    ).float().mean() > 0.2
-    again = dose.Noise("dqn_clip_cartpole", "both", 0.3, fixed=False)
-    assert (again(states)[:, 0] != again(states)[:, 0]).float().mean() > 0.2
+    for other in ({"seed": 2}, {"fixed": False}):
+        anew = dose.Noise("dqn_clip_cartpole", "both", 0.3, **other)(states)[:, 0]
+        assert (anew != expected).float().mean() > 0.2
     numbers = dose.hashed(torch.arange(10_000)[:, None], 1, 5)
     assert (numbers[:3] * 2**32).tolist() == [3799332744, 3673983325, 4215811744]  # everywhere
     assert (torch.histc(numbers, 10, 0, 1) / 10_000 - 0.1).abs().max() < 0.02
 
 
+@pytest.mark.slow("mountaincar")
 @pytest.mark.parametrize("script", list(dose.CELLS))
 def test_dose_and_response_from_training_to_picture(script, monkeypatch):
-    Path("data").mkdir()
-    task, module, added = script.split("_")[-1], dataset.script_of({"script": script}), []
-    add = module.ReplayBuffer.add
-    monkeypatch.setattr(module.ReplayBuffer, "add", lambda *a: added.append(a[1:]) or add(*a))
-    states, settings = dataset.fixed_states(script, None, 60, np.random.default_rng(1))
-    save_dataset(Path("data", task), states, settings)
-    for wrong in (0.0, 0.4):
-        added.clear()
-        dose.train(dose.Noise(script, wrong=wrong), Path(f"{wrong}.json"), steps=16_000)
-        for played, _, rewards in added:
-            expected = dose.Noise(script, wrong=wrong)(played[1:].flatten(0, 1))
-            assert torch.equal(rewards.flatten(), expected[:, 0].float())
-    predict.main((Path("0.4.json"), Path("0.0.json")), Path("data"), Path("dose.png"))
+    task = script.split("_")[-1]
+    module = runs.script_of({"script": script})
+    played = []
+    save = module.save
+    monkeypatch.setattr(module, "save", lambda path, **what: played.append(what) or save(path, **what))
+    save_dataset(Path("data", task), *dataset.fixed_states(script, None, 60, np.random.default_rng(1)))
+    dose.train(dose.Noise(script, wrong=0.4), Path("one.json"), steps=6_400)
+    rounds = [what["round"] for what in played if "round" in what]
+    for states, _, rewards in rounds:
+        expected = dose.Noise(script, wrong=0.4)(states[1:].flatten(0, 1))
+        assert torch.equal(rewards.flatten(), expected[:, 0].float())
+    one = json.loads(Path("one.json").read_text())
+    Path("two.json").write_text(json.dumps(one | {"wrong": 0.0}))
+    predict.main((Path("one.json"), Path("two.json")), Path("data"), Path("dose.png"))
     first, second = read(Path("dose.csv"))
+    assert len(rounds) > 1 and Image.open("dose.png").width > 1000 and float(second["epic_balanced"]) > 0.4
     assert (first["task"], first["group"], first["name"], second["name"]) == (task, "both", "0", "0.4")
     assert float(first["epic_balanced"]) == 0 and float(first["average_precision"]) == 1
-    success = [json.loads(Path(f"{wrong}.json").read_text())["success_rate"] for wrong in (0.0, 0.4)]
-    assert [float(row["success_rate"]) for row in (first, second)] == pytest.approx(success, rel=1e-3)
-    assert float(second["epic_balanced"]) > 0.4 and Image.open("dose.png").width > 1000
-    cells = TABLES["dose"](output=Path(".")).splitlines()[2].split(" | ")
-    assert cells[:4] == [f"| {task}", "both", "0", "0.000 (0.000 to 0.000)"]
+    assert float(second["success_rate"]) == pytest.approx(one["success_rate"], rel=1e-3)
 
 
 # ---- Predictions, verdicts, and pictures that are changed
 
 
 def test_the_limits_of_verdicts_are_where_the_trainings_put_them():
-    """Nearly all of CartPole's and the car's runs with likely rewards learned, most with useless ones did not."""
-    for script in ("dqn_clip_cartpole", "sac_clip_mountaincar"):
-        runs = [trained(script, *limits).split(" of ") for limits in ((0, LIKELY), (USELESS, 1))]
-        (many, likely), (few, useless) = ((int(learned), int(count)) for learned, count in runs)
-        assert wilson(many, likely)[0] > 0.9 and wilson(few, useless)[1] < 0.7 and few / useless < 0.4
+    """Nearly all of CartPole's and the car's runs with likely rewards learned, few with useless ones."""
     rewards = [row for row in read(ROOT / "results/predict.csv") if row["group"] in predict.PREDICTED]
+    rows = rewards + read(ROOT / "results/dose.csv")
+    for row in rows:
+        row |= {name: float(row[name]) for name in ("epic_balanced", "success_rate", "learned", "seeds")}
+    robots = [row for row in rewards if row["script"] == "sac_clip_humanoid"]
+    others = [row for row in rows if row not in robots and "drawn" not in row["group"]]
+    for low, high, told in ((0, LIKELY, reward_models.MANY), (USELESS, 1, reward_models.FEW)):
+        found = [row for row in others if low <= row["epic_balanced"] <= high]
+        learned, count = (int(sum(row[name] for row in found)) for name in ("learned", "seeds"))
+        assert told == f"{learned} of {count}"
     assert len(rewards) > 30
     for row in rewards:
-        row |= {name: float(row[name]) for name in ("epic_balanced", "success_rate")}
-        distance, learned = row["epic_balanced"], row["learned"] == row["seeds"]
-        if row["script"] != "sac_clip_humanoid":
-            assert learned and distance < LIKELY or distance > USELESS
-    robots = [row for row in rewards if row["script"] == "sac_clip_humanoid"]
-    low, high = correlation(robots, False, "epic_balanced").partition("(")[2].strip(")").split(" to ")
+        learned = row["learned"] == row["seeds"]
+        assert row in robots or learned and row["epic_balanced"] < LIKELY or row["epic_balanced"] > USELESS
+    low, high = (
+        predict.rank_correlation(robots, "epic_balanced", False).partition("(")[2].strip(")").split(" to ")
+    )
     assert float(low) < 0 < float(high)  # so there is no verdict on the robot
 
 
-def test_a_verdict_follows_its_limits(monkeypatch, tmp_path):
-    for name, group in (("dose", "both"), ("predict", "ladder")):
-        rows = [
-            {"script": "dqn_clip_cartpole", "group": group, "epic_balanced": LIKELY, "learned": 2, "seeds": 3}
-        ]
-        rows.append(rows[0] | {"group": "both, drawn at each visit"})
-        rows.append(rows[0] | {"epic_balanced": 0.9, "learned": 0})
-        write(tmp_path / f"{name}.csv", rows + [row | {"script": "another"} for row in rows])
-    monkeypatch.setattr(reward_models, "RESULTS", tmp_path)
+def test_a_verdict_follows_its_limits():
     fixed = {"script": "dqn_clip_cartpole", "runs": []}
 
-    def say(low: float, high: float, wrong: int = 0, people: int = 0, settings: dict = fixed) -> str:
+    def say(low: float, high: float, people: int = 0, settings: dict = fixed) -> str:
         row = {"epic_balanced": (low + high) / 2, "epic_balanced_low": low, "epic_balanced_high": high}
-        return reward_models.verdict(row | {"wrong_of_10": wrong, "human_labels": people}, settings)
+        return reward_models.verdict(row | {"wrong_of_10": 2, "human_labels": people}, settings)
 
-    likely = say(0.1, LIKELY, 2)
+    likely = say(0.1, LIKELY)
     assert likely.startswith("likely to be learned: EPIC distance 0.24 (0.10 to 0.38), 2 of the 10 best")
-    assert "4 of 6 trainings with up to 0.38 learned" in likely
     for limits in ((0.1, LIKELY + 0.001), (USELESS - 0.001, 0.9)):
         assert say(*limits).startswith("no verdict: no model's reward between 0.38 and 0.58")
-    useless = say(USELESS, 0.9)
-    assert useless.startswith("not usable: EPIC") and "0 of 6 trainings with 0.58 or more" in useless
-    for other in ({"runs": ["runs/one"]}, {"script": "sac_clip_humanoid"}, {"script": "another"}):
+    assert say(USELESS, 0.9).startswith("not usable: EPIC")
+    for other in ({"runs": ["runs/one"]}, {"script": "sac_clip_humanoid"}):
         assert say(0.1, 0.2, settings=fixed | other).startswith("no verdict: ")
     assert say(0.1, 0.2, people=1).startswith("no verdict: ")
 
@@ -219,27 +201,23 @@ def test_a_verdict_follows_its_limits(monkeypatch, tmp_path):
 def test_the_check_is_compared_with_the_success_of_runs(monkeypatch, capsys):
     """The rewards are those of the runs' options; runs that learned from another one are left out."""
     states, settings = dataset.fixed_states("dqn_clip_cartpole", None, 200, np.random.default_rng(1))
-    Path("data").mkdir()
     save_dataset(Path("data/cartpole"), states, settings)
-    negatives = "--negative-prompt 'a pole that fell' 'a cart'"
-    runs = {
-        "cartpole/fp32_101": ("0.5", ""),
-        "cartpole/fp32_102": ("1.0", ""),
-        "cartpole/fp32_103": ("1.0", ""),
-        "cartpole/bf16_101": ("0.1", ""),
+    rates = {
+        "fp32_101": "0.5",
+        "fp32_102": "1",
+        "fp32_103": "1",
+        "bf16_101": "0.1",
+        "truth_101": "1",
+        "old_1": "0",
     }
-    runs["cartpole/truth_101"] = "1.0", ""
+    trained = {f"cartpole/{name}": (rate, "") for name, rate in rates.items()}
     for seed in (101, 102, 103):  # their mean, as rounded, is not one of them
-        runs[f"contrastive/cartpole_{seed}"] = "0.35", negatives
-    monkeypatch.setattr(predict, "RUNS", set(runs))
-    runs["cartpole/old_1"] = "0.0", ""  # no longer among the runs
+        trained[f"contrastive/cartpole_{seed}"] = "0.35", "--negative-prompt 'a pole that fell' 'a cart'"
     for claim in ("cartpole", "contrastive"):
-        rows = []
-        for run, (rate, options) in runs.items():
-            if run.startswith(claim):
-                about = {"script": "dqn_clip_cartpole", "options": options, "tiny": predict.TINY}
-                rows.append({"run": run, "success_rate": rate} | about)
-        write(Path(f"{claim}.csv"), rows)
+        about = {"script": "dqn_clip_cartpole", "tiny": predict.TINY}
+        rows = [{"run": run, "success_rate": rate, "options": how} for run, (rate, how) in trained.items()]
+        write(Path(f"{claim}.csv"), [row | about for row in rows if row["run"].startswith(claim)])
+    monkeypatch.setattr(predict, "RUNS", {*trained} - {"cartpole/old_1"})  # it is no longer among the runs
     monkeypatch.setattr(predict, "HERE", Path("."))
     predict.main((), Path("data"), Path("predict.png"))
     plain, contrastive = read(Path("predict.csv"))
@@ -247,14 +225,10 @@ def test_the_check_is_compared_with_the_success_of_runs(monkeypatch, capsys):
     reward = CLIPReward("tiny", settings["prompt"], settings["baseline_prompt"], 0.5)(frames)
     expected = measure(reward, dataset.label(states, settings), 1000, 1)
     assert float(plain["epic_balanced"]) == pytest.approx(expected["epic_balanced"], abs=2e-3)
-    assert (plain["seeds"], plain["success_rate"]) == ("3", "0.8333") and contrastive[
-        "success_rate"
-    ] == "0.35"
-    cells = [line.split(" | ") for line in TABLES["predict"](output=Path(".")).splitlines()[2:]]
-    assert [line[5:6] + [line[6].partition(" (")[0]] for line in cells] == [
-        ["0.83", "2 of 3"],
-        ["0.35", "0 of 3"],
-    ]
+    assert [row["success_rate"] for row in (plain, contrastive)] == ["0.8333", "0.35"] and plain[
+        "seeds"
+    ] == "3"
+    assert (plain["learned"], contrastive["learned"]) == ("2", "0")
     better = float(plain["average_precision"]) > float(contrastive["average_precision"])
     told = capsys.readouterr().out
     assert f"average precision, all 2 rewards: rank correlation {1 if better else -1:.2f}" in told
@@ -262,61 +236,49 @@ def test_the_check_is_compared_with_the_success_of_runs(monkeypatch, capsys):
 
 def test_ranks_within_tasks_are_blind_for_what_tasks_differ_in():
     """Between two tasks success rises with the figure; within each it falls."""
-    rows = []
-    for task in (0, 10):
-        rows += [{"task": task, "figure": task + k, "success_rate": task - k / 10} for k in range(8)]
-    value, low, high = (float(word.strip("()")) for word in correlation(rows, False).split() if word != "to")
+    places = [(task, k) for task in (0, 10) for k in range(8)]
+    rows = [{"task": task, "figure": task + k, "success_rate": task - k / 10} for task, k in places]
+    told = predict.rank_correlation(rows, "figure", False)
+    value, low, high = (float(word.strip("()")) for word in told.split() if word != "to")
     assert 0 < value < 1 and low <= value <= high
-    assert correlation(rows, True).startswith("-1.00 (-1.00 to -1.00)")
-
-
-def correlation(rows: list[dict], within: bool, figure: str = "figure") -> str:
-    return predict.rank_correlation(rows, figure, within)
-
-
-def test_objects_stand_around_the_robot_where_its_state_says():
-    poses = torch.zeros(5, 24)
-    poses[:, 2:4] = torch.tensor([1.3, 1])
-    poses[:, 7:] = torch.linspace(0, 0.3, 5)[:, None]
-    how = (64, 64, "realistic", "fixed", 1, 5, torch.device("cpu"))
-    scene, plain = robustness.Surrounded(*how), sac_clip_humanoid.Scene(*how)
-    (frames, points), (without, expected) = scene.render(poses), plain.render(poses)
-    again, _ = scene.render(poses[[3, 1]])
-    assert torch.equal(frames[[3, 1]], again) and torch.equal(points["head"], expected["head"])
-    changed = (frames != without).any(1).float().mean((1, 2))
-    assert (changed > 0.01).all() and (changed < 0.3).all() and not torch.equal(frames[0], frames[1])
+    assert predict.rank_correlation(rows, "figure", True).startswith("-1.00 (-1.00 to -1.00)")
 
 
 def test_robustness_prints_what_is_left_of_a_reward(capsys):
-    states, settings = dataset.fixed_states("sac_clip_humanoid", "standing-up", 40, np.random.default_rng(1))
+    states = torch.zeros(40, 24)
+    states[:, 2:4] = torch.tensor([1.28, 1])  # upright, and lying on its back
+    states[:20, 2:7] = torch.tensor([0.2, 0.7, 0, -0.7, 0])
+    states[:, 7:] = 0.1 * torch.rand(40, 17, generator=torch.Generator().manual_seed(0))
+    settings = {
+        "script": "sac_clip_humanoid",
+        "task": "standing-up",
+        "prompt": ["a humanoid robot standing up"],
+    }
+    settings |= {"baseline_prompt": ["a robot"], "textures": "realistic", "camera": "fixed", "supersample": 1}
     save_dataset(Path("data"), states, settings)
     robustness.main(Path("data"), resamples=20)
     lines = capsys.readouterr().out.splitlines()
-    rows = {
-        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines if line.count(" (") == 4
-    }
+    cells = [line.strip("| ").split(" | ") for line in lines if line.count(" (") == 4]
+    rows = {name: values for name, *values in cells}
     assert len(rows) == 7 and len(set(map(tuple, rows.values()))) == 7 and "nan" not in "".join(lines)
     model = CLIPReward("tiny", settings["prompt"], settings["baseline_prompt"], 0.5)
     frames, holds = look_at(sac_clip_humanoid, states, (64, 64), task="standing-up")
     pixels = (frames.float() - model.mean) / model.std
     raw = model.model.encode_image(pixels).detach().float() @ model.goal
     s = model.embed(frames)
-    rewards = (s @ model.goal, goal_baseline_reward(s, model.goal, model.baseline, 0.5), None, raw)
-    for cell, reward in zip(rows["as in training"], rewards):
-        if reward is not None:
-            distance = epic_distance(reward, holds, balanced(holds)).item()
-            assert float(cell.split()[0]) == pytest.approx(distance, abs=0.01)
+    rewards = (s @ model.goal, goal_baseline_reward(s, model.goal, model.baseline, 0.5), raw)
+    first, second, _, last = rows["as in training"]
+    for cell, reward in zip((first, second, last), rewards):
+        distance = epic_distance(reward, holds, balanced(holds)).item()
+        assert float(cell.split()[0]) == pytest.approx(distance, abs=0.01)
 
 
 # ---- Datasets
 
 
-CARTPOLE = {"script": "dqn_clip_cartpole", "task": None}
-
-
 def save_dataset(folder: Path, states: torch.Tensor, settings: dict) -> None:
     """As `dataset` writes it, without pictures."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     np.save(folder / "states.npy", states.numpy())
     (folder / "dataset.json").write_text(json.dumps(settings))
     lines = [f"{dataset.picture(i)},{int(holds)}," for i, holds in enumerate(dataset.label(states, settings))]
@@ -336,9 +298,8 @@ def look_at(script, states, size=None, textures="realistic", camera="fixed", tas
 
 def test_fixed_states_are_half_goal_states_a_quarter_played_and_the_same_again():
     def make(seed: int) -> torch.Tensor:
-        states, settings = dataset.fixed_states(
-            "sac_clip_mountaincar", None, 200, np.random.default_rng(seed)
-        )
+        rng = np.random.default_rng(seed)
+        states, settings = dataset.fixed_states("sac_clip_mountaincar", None, 200, rng)
         assert dataset.label(states, settings).sum() == 100
         return states
 
@@ -351,12 +312,12 @@ def test_fixed_states_are_half_goal_states_a_quarter_played_and_the_same_again()
 @pytest.mark.slow("humanoid")
 @pytest.mark.parametrize("script", [dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid])
 def test_a_dataset_of_random_states_and_a_persons_labels(script, call, capsys):
-    call(dataset, "--script", script.__name__, "--states", 300, "--output", "data")
+    call(dataset, "--script", script.__name__, "--states", 100, "--output", "data")
     _, states, labels, people = dataset.load(DATA)
     frames, expected = look_at(script, states)
     rows = read(LABELS)
-    assert torch.equal(labels, expected) and labels.sum() == 150 and people == 0
-    assert "0.500 of them goal states" in capsys.readouterr().out and len(os.listdir("data/frames")) == 300
+    assert torch.equal(labels, expected) and labels.sum() == 50 and people == 0
+    assert "0.500 of them goal states" in capsys.readouterr().out and len(os.listdir("data/frames")) == 100
     assert np.array_equal(Image.open(f"data/{rows[7]['frame']}"), frames[7].permute(1, 2, 0))
 
     rows[3]["human_label"] = ("0.0", "1.0")[not labels[3]]  # as pandas writes it
@@ -366,11 +327,6 @@ def test_a_dataset_of_random_states_and_a_persons_labels(script, call, capsys):
     _, _, judged, people = dataset.load(DATA)
     assert people == 2 and (judged != labels).nonzero().tolist() == [[3]]
 
-    args = reward_models.Args(dataset=DATA, device="cpu", precision="fp32")
-    embedded = reward_models.embed_dataset(args, "tiny", ["a robot"])["frames"]
-    expected = CLIPReward("tiny", "a robot").embed(look_at(script, states, (64, 64))[0])
-    torch.testing.assert_close(embedded, expected, atol=1e-4, rtol=0)
-
 
 def fake_run(folder: str, rounds: int = 5, script=dqn_clip_cartpole, **settings) -> torch.Tensor:
     """A run folder with so many rounds of 5 steps in 2 environments -> the states after their steps."""
@@ -378,11 +334,9 @@ def fake_run(folder: str, rounds: int = 5, script=dqn_clip_cartpole, **settings)
     played = torch.rand(rounds, 6, 2, size, generator=torch.Generator().manual_seed(rounds)) - 0.4
     Path(folder, "rounds").mkdir(parents=True)
     for number, states in enumerate(played, 3):  # the first three are no longer kept
-        content = {"round": (states, torch.zeros(5, 2, 1), torch.zeros(5, 2))}
-        torch.save(content, f"{folder}/rounds/{number}.pt")
-    settings = {"prompt": ("an upright pole",), "baseline_prompt": ("a pole",)} | settings
-    content = {"script": script.__name__, "settings": asdict(script.Args(**settings))}
-    torch.save(content, f"{folder}/checkpoint.pt")
+        script.save(f"{folder}/rounds/{number}.pt", round=(states, torch.zeros(5, 2, 1), torch.zeros(5, 2)))
+    settings = script.Args(**{"prompt": ("an upright pole",), "baseline_prompt": ("a pole",)} | settings)
+    script.save(f"{folder}/checkpoint.pt", script=script.__name__, settings=asdict(settings))
     return played[:, 1:, :, :24].flatten(0, 2)
 
 
@@ -390,12 +344,10 @@ def fake_run(folder: str, rounds: int = 5, script=dqn_clip_cartpole, **settings)
 def test_a_dataset_of_the_states_of_runs_in_their_look(script, call):
     standing = {"textures": "original", "camera": "original", "task": "standing-up"}
     look = {sac_clip_mountaincar: {"textures": "original"}, sac_clip_humanoid: standing}.get(script, {})
-    both = torch.cat([fake_run("a", 2, script, **look), fake_run("b", 12, script, **look)])
-    assert [path.stem for path in dataset.rounds_of(Path("b"))][-5:] == ["10", "11", "12", "13", "14"]
-    for name in ("data", "again"):
-        call(dataset, "--run-dirs", "a", "b", "--states", 140, "--output", name)
+    both = torch.cat([fake_run("a", 1, script, **look), fake_run("b", 8, script, **look)])
+    assert [path.stem for path in runs.rounds_of(Path("b"))] == "3 4 5 6 7 8 9 10".split()
+    call(dataset, "--run-dirs", "a", "b", "--states", 90, "--output", "data")
     settings, states, labels, _ = dataset.load(DATA)
-    assert torch.equal(states, dataset.load(Path("again"))[1])
     assert settings["prompt"] == ["an upright pole"] and settings["baseline_prompt"] == ["a pole"]
     frames, expected = look_at(script, states, **look)
     assert sorted(states.tolist()) == sorted(both.tolist()) and torch.equal(labels, expected)
@@ -404,7 +356,7 @@ def test_a_dataset_of_the_states_of_runs_in_their_look(script, call):
 
 def test_a_sentence_without_a_condition_is_judged_by_eye_or_by_a_persons_labels(monkeypatch, call, capsys):
     fake_run("run", 1, sac_clip_humanoid, prompt=("a robot dancing",), task=None)
-    call(dataset, "--run-dirs", "run", "--states", 10, "--output", "dancing")
+    call(dataset, "--run-dirs", "run", "--states", 2, "--output", "dancing")
     assert dataset.load(Path("dancing"))[2] is None
     goal = "pole hanging down from the cart"
     call(dataset, "--script", "dqn_clip_cartpole", "--prompt", goal, "--states", 200, "--output", "data")
@@ -413,42 +365,45 @@ def test_a_sentence_without_a_condition_is_judged_by_eye_or_by_a_persons_labels(
     call(reward_models, "--dataset", "data", *FEW, 0, 0.5)
     assert "by eye" in capsys.readouterr().out and not TABLE.exists()
     assert Image.open("reward_models.png").width > 1000 and len(shown) == 2
-    states = dataset.load(DATA)[1]
+    pictures = dqn_clip_cartpole.render(dataset.load(DATA)[1], 64, 64)
     for alpha, (title, panel) in zip((0.0, 0.5), shown.items()):
         assert f"α = {alpha:g}: from the most rewarded to the least" in title
         rewards = [float(axes.get_title()) for axes in panel.axes]
-        expected = CLIPReward("tiny", goal, "pole and cart", alpha)(dqn_clip_cartpole.render(states, 64, 64))
+        expected = CLIPReward("tiny", goal, "pole and cart", alpha)(pictures)
         ends = expected.max().item(), expected.min().item()
         assert rewards == sorted(rewards)[::-1] and (rewards[0], rewards[-1]) == pytest.approx(ends, abs=6e-4)
 
     head, *lines = LABELS.read_text().split()
-    judged = [head, *(f"{line}{k % 2}" for k, line in enumerate(lines))]
-    LABELS.write_text("\n".join([*judged[:-1], lines[-1]]))
-    with pytest.raises(UsageError, match="frames/000199.png: a label is 0 or 1"):
-        dataset.load(DATA)
-    LABELS.write_text("\n".join(judged))
+    LABELS.write_text("\n".join([head, *(f"{line}{k % 2}" for k, line in enumerate(lines))]))
     assert dataset.load(DATA)[2].tolist() == [False, True] * 100
+    LABELS.write_text("\n".join([head, f"{lines[0]}1", *lines[1:]]))
+    with pytest.raises(UsageError, match="frames/000001.png: a label is 0 or 1"):
+        dataset.load(DATA)
 
 
 # ---- Tables, sheets and embeddings
 
 
 @pytest.fixture
-def cartpole(call) -> list[str]:
-    call(dataset, "--script", "dqn_clip_cartpole", "--states", 400, "--output", "data")
-    settings = json.loads(Path("data/dataset.json").read_text())
-    Path("data/dataset.json").write_text(json.dumps(settings | {"prompt": GOALS}))
+def cartpole() -> list[str]:
+    states, settings = dataset.fixed_states("dqn_clip_cartpole", None, 400, np.random.default_rng(1))
+    save_dataset(DATA, states, settings | {"prompt": GOALS, "runs": []})
+    (DATA / "frames").mkdir()
+    for i, frame in enumerate(dqn_clip_cartpole.render(states, 20, 30)):
+        Image.fromarray(frame.permute(1, 2, 0).numpy()).save(DATA / dataset.picture(i))
     return [reward_models, "--dataset", "data", *FEW]
 
 
 def test_table_sheet_and_kept_embeddings(cartpole, monkeypatch, call, capsys):
     negatives = ("a pole that fell", "a cart")
-    call(*cartpole, 0, 0.5, "--negative-prompt", *negatives, "--prompt", "a fallen pole")
+    call(*cartpole, 0, 0.5, "--negative-prompt", *negatives, "--prompt", "a pole for $5 at 3 % off $6")
     out = capsys.readouterr().out.strip().splitlines()
-    assert f"the labels are those of “{'; '.join(GOALS)}”" in out[1] and ": not usable: EPIC" in out[-1]
+    assert f"the labels are those of “{'; '.join(GOALS)}”" in out[1] and "$5" in read(TABLE)[0]["prompt"]
+    assert Image.open("reward_models.png").width > 1000
+    monkeypatch.setattr(sheet, "judged", lambda *_: None)
     call(*cartpole, 0, 0.5, "--negative-prompt", *negatives)
     rows, out = read(TABLE), capsys.readouterr().out
-    assert "the labels are those of" not in out and Image.open("reward_models.png").width > 1000
+    assert "the labels are those of" not in out
     assert ": likely to be learned: EPIC distance 0." in out.strip().splitlines()[-1]
     assert [row["alpha"] for row in rows] == ["0", "0.5", "contrastive"]
 
@@ -479,7 +434,9 @@ def test_table_sheet_and_kept_embeddings(cartpole, monkeypatch, call, capsys):
         call(*cartpole, 0)
 
 
-def test_a_new_prompt_or_changed_weights_are_embedded_anew_and_frames_only_then(cartpole, monkeypatch, call):
+def test_a_new_prompt_or_changed_weights_are_embedded_anew_and_frames_only_then(
+    cartpole, unseen, monkeypatch, call
+):
     folder = Path("a long name " * 15) / ("of a folder " * 15)  # it would not fit into the name of a file
     shutil.copytree(ROOT / "tiny_clip", folder, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
     done, render, model = [], dqn_clip_cartpole.render, reward_models.CLIPReward
@@ -495,7 +452,7 @@ def test_a_new_prompt_or_changed_weights_are_embedded_anew_and_frames_only_then(
         assert done == expected and len(read(TABLE)) == len(prompts)
 
 
-def test_what_is_no_reward_is_left_out_in_words(cartpole, monkeypatch, call, capsys):
+def test_what_is_no_reward_is_left_out_in_words(cartpole, unseen, monkeypatch, call, capsys):
     command = [*cartpole, 0, "--clip-model", "local-dir:/no/such", "tiny"]
     monkeypatch.setattr(reward_models, "contrastive_reward", lambda frames, *_: torch.ones(len(frames)))
     assert call(*command, "--negative-prompt", "a cart") == 3
@@ -522,14 +479,6 @@ def test_upright_and_the_flag_are_the_maxima_of_the_landscapes_at_every_alpha(ca
         if panel == "CartPole":  # the top is flat: see the model card
             upright = next(reward for reward, place in curve if place == 0)
             assert reward - upright <= 0.04 * (reward - min(curve)[0])
-    rewards, places = zip(*curves["MountainCar, original", "0.75"][::30])
-    args, states = sac_clip_mountaincar.Args(), torch.tensor([[x, 0.0] for x in places])
-    frames, _ = look_at(sac_clip_mountaincar, states, (64, 64), "original")
-    expected = CLIPReward("tiny", args.prompt, args.baseline_prompt, 0.75)(frames)
-    assert expected.tolist() == pytest.approx(rewards, abs=1e-4)
-
-
-# ---- From a shell
 
 
 @pytest.mark.parametrize("arguments, expected", [
@@ -549,25 +498,9 @@ def test_bad_input_is_one_line_with_nothing_written(arguments, expected, call):
     assert "\n" not in str(error.value) and sorted(Path().rglob("*")) == left
 
 
-def test_in_a_terminal_without_alpha_with_dollar_signs_and_what_a_shell_is_told(cartpole):
-    def shell(*words) -> subprocess.CompletedProcess:
-        plain = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-        command = [sys.executable, "-m", *map(str, words)]
-        return subprocess.run(command, env=plain, capture_output=True, text=True)
-
-    for tool in ("dataset --run-dirs no", "reward_models --dataset no", "reward_landscape --clip-model no"):
-        done = shell(*f"reward_check.{tool}".split())
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert done.stderr.startswith(f"{tool.split()[0]}.py: error: ")
-    prompts = ["a pole for $5 at 3 % off $6", "a pole"]
-    done = shell("reward_check.reward_models", *cartpole[1:], 0, "--prompt", *prompts)
-    assert done.returncode == 0 and Path("reward_models.png").is_file(), done.stderr
-    assert [row["prompt"] for row in read(TABLE)] == prompts
-
-
 def test_a_dataset_of_a_strangers_runs_no_code_of_his(tmp_path, monkeypatch):
     Path("evil.py").write_text("raise SystemExit('it ran')")
     monkeypatch.syspath_prepend(tmp_path.parent)
     for name in (f"{tmp_path.name}.evil", "evil", "os"):
         with pytest.raises(UsageError, match="there is no script"):
-            dataset.script_of({"script": name})
+            runs.script_of({"script": name})

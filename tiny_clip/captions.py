@@ -67,11 +67,6 @@ class Captions:
             self.rarity = (facts == 1).mean(0).clip(1e-3) ** -0.5
         return facts
 
-    def showing(self, known: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """Knowledge of frames -> the frames that show each posture, of those that any frame shows."""
-        showing = [np.flatnonzero(fact == 1) for fact in self.judge(known).T[self.kinds == "posture"]]
-        return [frames for frames in showing if len(frames)]
-
     def describe(self, facts: np.ndarray, rng: np.random.Generator) -> tuple[str, list[int]]:
         """Facts of a frame (F,) -> a caption, and which lines it speaks of."""
         can_say = self.can_say[np.arange(len(facts)), facts]

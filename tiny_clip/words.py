@@ -21,7 +21,8 @@ def never_read(texts: Iterable[str], script: str) -> list[str]:
     """-> the words of these texts that are in no caption of the scene whose name is part of the script's."""
     with open(Path(__file__).parent / "captions.csv", encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["scene"] in Path(script).stem]
-    captions = [row["words"] + " " + row["otherwise"] for row in rows if row["kind"] != "rewording"]
+    rows = [row for row in rows if row["kind"] != "rewording"]
+    captions = [f"{row['words']} {row['otherwise']} {row['N']}" for row in rows]
     read = re.findall(r"\b(?![A-Z]{2})\w+", " ".join(captions))  # capitals stand for other words
     asked = re.findall(r"\w+", " ".join(texts).lower())
     return sorted({*asked} - {word.lower() for word in read})
