@@ -40,7 +40,7 @@ def write(path: Path, text: str) -> None:
 
 
 class Client:
-    """Questions -> answers, each asked once: `path` (JSON) keeps questions, answers and tokens.
+    """Questions -> answers, each asked once: those in `path` (a line of JSON each) are taken from there.
 
     `model` is what the endpoint calls it; without a `base_url` it is OpenAI's, with OPENAI_API_KEY.
     """
@@ -49,7 +49,12 @@ class Client:
         self.model = model
         self.base_url = base_url
         self.path = path
-        self.calls = json.loads(path.read_text()) if path.exists() else {}
+        self.calls = {}
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        for line in lines:
+            if line.endswith("\n"):  # or a kill has cut it off
+                call = json.loads(line)
+                self.calls[call["key"]] = call
 
     def ask(self, messages: list[dict]) -> str:
         question = {"model": self.model, "messages": messages}
@@ -60,14 +65,19 @@ class Client:
                 from openai import OpenAI
 
                 client = OpenAI(base_url=self.base_url, api_key=secret, max_retries=6)
-                response = client.chat.completions.create(**question)
+                response = client.chat.completions.create(temperature=0, **question)
                 answer = response.choices[0].message.content.encode().decode()
+                end = response.choices[0].finish_reason
                 tokens = getattr(response.usage, "total_tokens", 0)
             except Exception as error:  # whatever the endpoint sends instead
                 raise UsageError(f"no answer ({plain(repr(error))[:300]}); those before are kept") from None
+            if end != "stop":
+                raise UsageError(f"an answer was cut off ({end}), and is not kept: {plain(answer)[-200:]}")
             text = messages[-1]["content"][0]["text"]
-            self.calls[key] = {"question": text, "answer": answer, "tokens": tokens}
-            write(self.path, json.dumps(self.calls, indent=1))
+            call = {"key": key, "question": text, "answer": answer, "tokens": tokens}
+            self.calls[key] = call
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(call) + "\n")
             tokens = sum(call["tokens"] for call in self.calls.values())
             print(f"{len(self.calls)} answers, {tokens:,} tokens", file=sys.stderr)
         return self.calls[key]["answer"]

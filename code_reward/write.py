@@ -30,7 +30,7 @@ class Args:
     """Have a vision-language model write and mend a reward program; no question is asked twice."""
 
     run_dir: Path  # a run whose agent reached the goal: its first round is random, its last is the expert's
-    output: Path  # the program, NAME.py; NAME.answers.json beside it keeps questions, answers and tokens
+    output: Path  # the program, NAME.py; NAME.answers.jsonl beside it keeps questions, answers and tokens
     model: str  # as the endpoint calls it
     base_url: str | None = None  # of an OpenAI-compatible endpoint (default: OpenAI's, with OPENAI_API_KEY)
     rounds: int = 3  # repairs of a function before its sub-task is given up
@@ -157,7 +157,7 @@ def main() -> None:
         raise UsageError("--size is two numbers from 8 to 1024")
     frames = trajectories(args)
     shown = [picture(frame) for kind in (1, 0) for frame in frames[kind, :3, -1]]
-    client = Client(args.model, args.base_url, args.output.with_suffix(".answers.json"))
+    client = Client(args.model, args.base_url, args.output.with_suffix(".answers.jsonl"))
     description, subtasks = plan(client, shown, args.rounds)
     about = {"description": description, "n": len(shown) // 2, "height": args.size[0], "width": args.size[1]}
     functions = {}

@@ -44,6 +44,7 @@ class Args(dqn.Args):
     teacher: Literal["truth", "clip", "vlm"] = "truth"  # who compares
     teacher_error: float = 0.0  # truth, clip: the share of answers that are turned round
     queries: int = 50  # pairs a session (paper: 50, every 5,000 steps)
+    max_queries: int = 10_000  # after which nothing more is asked (paper's code: the same)
     session_every: int = 2  # rounds from session to session
     vlm: str | None = None  # vlm: the model, as the endpoint calls it
     base_url: str | None = None  # vlm: of an OpenAI-compatible endpoint (default: OpenAI's, OPENAI_API_KEY)
@@ -83,15 +84,17 @@ def compare(labels: torch.Tensor, args: Args) -> torch.Tensor:
 
 def look(states: torch.Tensor, args: Args) -> torch.Tensor:
     """The same of a vision-language model that sees states (n, 2, 4); the run's folder keeps its answers."""
-    client = Client(args.vlm, args.base_url, Path(args.run_dir, "vlm.answers.json"))
+    client = Client(args.vlm, args.base_url, Path(args.run_dir, "vlm.answers.jsonl"))
     question = QUESTION.format(goal="; ".join(args.prompt))
     answers = []
     for pair in tqdm(states, "ask", leave=False, disable=None):
         frames = dqn.render(pair, 200, 300).permute(0, 2, 3, 1).numpy()
         said = client.ask([message("user", question, [picture(frame) for frame in frames])])
-        last = re.search(r"(?:^|\n)\W*([12])\W*$", said)
-        answers.append(int(last[1]) - 1 if last else -1)
-    return torch.tensor(answers)
+        numbers = re.findall(r"(?<![\w.-])(?:-1|[012])(?!\w|\.\d)", said)
+        answers.append(numbers[-1] if numbers else None)
+    if not any(answers):
+        raise UsageError(f"no answer says 1, 2 or 0, but: {said[:200]!r}")
+    return torch.tensor([{"1": 0, "2": 1}.get(answer, -1) for answer in answers])
 
 
 # ---- The reward
@@ -108,12 +111,6 @@ class PreferenceReward(nn.Module):
         self.pairs = torch.zeros(0, 2, size)
         self.answers = torch.zeros(0, dtype=torch.int64)
 
-    def get_extra_state(self) -> tuple:  # goes into a checkpoint
-        return self.pairs, self.answers
-
-    def set_extra_state(self, kept: tuple) -> None:
-        self.pairs, self.answers = kept
-
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
         return torch.stack([member(embeddings) for member in self.ensemble]).mean(0).squeeze(-1)
 
@@ -121,13 +118,16 @@ class PreferenceReward(nn.Module):
         """Pairs (B, 2, D), answers (B,) -> cross entropy of softmax(r(o₁), r(o₂)), of all members."""
         return sum(F.cross_entropy(member(pairs).squeeze(-1), answers) for member in self.ensemble)
 
-    def learn(self, pairs: torch.Tensor, answers: torch.Tensor, updates: int = 300) -> None:
-        """Keep pairs (n, 2, D) with answers (n,), 0 or 1, and learn from all so far."""
+    def keep(self, pairs: torch.Tensor, answers: torch.Tensor) -> None:
+        """Take in pairs (n, 2, D) with answers (n,), 0 or 1."""
         self.pairs = torch.cat([self.pairs.to(pairs.device), pairs])
         self.answers = torch.cat([self.answers.to(pairs.device), answers])
+
+    def learn(self, updates: int = 300) -> None:
+        """Learn from all that is kept."""
         optimizer = torch.optim.Adam(self.ensemble.parameters(), lr=1e-3, fused=True)
         for _ in range(updates if len(self.answers) else 0):
-            batch = torch.randint(len(self.answers), (128,), device=pairs.device)
+            batch = torch.randint(len(self.answers), (128,), device=self.answers.device)
             optimizer.zero_grad()
             self.loss(self.pairs[batch], self.answers[batch]).backward()
             optimizer.step()
@@ -163,6 +163,10 @@ def train(args: Args, labeller: Labeller) -> None:
     rounds = deque(maxlen=math.ceil(args.buffer_size / a_round))  # labels, not rewards: these change
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer, "preferences": reward}
     global_step, _ = dqn.open_run(args, labeller, rounds, parts)
+    os.makedirs(f"{args.run_dir}/sessions", exist_ok=True)
+    for path in sorted(Path(args.run_dir, "sessions").glob("*.pt"), key=lambda path: int(path.stem)):
+        if int(path.stem) < global_step // a_round:
+            reward.keep(*(part.to(device) for part in torch.load(path)["session"]))
     if rounds:
         states, _, labels = rounds[-1]
         labeller.check(states[1::25].flatten(0, 1).cpu(), labels[::25, :, 0].flatten().cpu())
@@ -201,10 +205,13 @@ def train(args: Args, labeller: Labeller) -> None:
         global_step += a_round
 
         # ---- Ask, and learn the reward from all answers.
-        if k % args.session_every == 0:
+        if k % args.session_every == 0 and k // args.session_every * args.queries < args.max_queries:
             pairs, seen = draw_pairs(rounds, args.queries)
             said = look(pairs.cpu(), args) if args.teacher == "vlm" else compare(seen.cpu(), args)
-            reward.learn(seen[said >= 0, :, :-2], said[said >= 0].to(device))
+            session = seen[said >= 0, :, :-2], said[said >= 0].to(device)
+            dqn.save(f"{args.run_dir}/sessions/{k}.pt", session=session)
+            reward.keep(*session)
+            reward.learn()
 
         # ---- Report.
         means = dqn.summary(in_short(labels, reward)) | {"answers": len(reward.answers)}

@@ -154,21 +154,27 @@ def picture(i: int) -> str:
 def load(folder: Path) -> tuple[dict, torch.Tensor, torch.Tensor | None, int]:
     """-> settings, states (N, …), labels (N,) bool, a person's where there is one, and how many these are.
 
-    Where nothing is labelled, the labels are None.
+    States without a label, or whose row was deleted, are left out; the settings' "pictures" are those of the
+    others. Where nothing is labelled, the labels are None.
     """
     settings = json.loads((folder / "dataset.json").read_text())
     states = torch.from_numpy(np.load(folder / "states.npy"))
+    pictures = [folder / picture(i) for i in range(len(states))]
     text = (folder / "labels.csv").read_text(encoding="utf-8-sig").replace(";", ",")  # of a spreadsheet
-    rows = {row["frame"]: row for row in csv.DictReader(text.splitlines())}
-    rows = [rows[picture(i)] for i in range(len(states))]
-    own = [(row["human_label"] or "").strip() for row in rows]
-    values = [person or (row["label"] or "").strip() for person, row in zip(own, rows)]
-    if not any(values):
-        return settings, states, None, 0
-    for row, value in zip(rows, values):
-        if value not in ("0", "1", "0.0", "1.0"):  # the latter as pandas writes a column with gaps
-            raise UsageError(f"{folder}/labels.csv, {row['frame']}: a label is 0 or 1, not {value!r}")
-    return settings, states, torch.tensor([float(value) == 1 for value in values]), sum(map(bool, own))
+    rows = {}
+    for row in csv.DictReader(text.splitlines()):
+        rows[row.get("frame")] = [(row.get(name) or "").strip() for name in ("human_label", "label")]
+    of_states = [rows.get(picture(i), ["", ""]) for i in range(len(states))]
+    labels = [person or given for person, given in of_states]
+    if not any(labels):
+        return settings | {"pictures": pictures}, states, None, 0
+    wrong = [value for value in labels if value not in ("", "0", "1", "0.0", "1.0")]  # pandas writes 1.0
+    if wrong:
+        raise UsageError(f"{folder}/labels.csv: a label is 0 or 1, or missing, not {wrong[0]!r}")
+    there = [i for i, value in enumerate(labels) if value]
+    people = sum(bool(of_states[i][0]) for i in there)
+    labels = torch.tensor([float(labels[i]) == 1 for i in there])
+    return settings | {"pictures": [pictures[i] for i in there]}, states[there], labels, people
 
 
 def main() -> None:

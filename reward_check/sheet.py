@@ -11,8 +11,6 @@ import torch
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from sklearn.metrics import precision_recall_curve
 
-from reward_check.dataset import picture
-
 plt.rcParams["text.parse_math"] = False  # prompts may hold dollar signs
 Judged = list[tuple[dict, torch.Tensor]]  # what a reward is called and how good it is, and the rewards (N,)
 
@@ -25,27 +23,27 @@ def kind(row: dict) -> str:
     return row["alpha"] if row["alpha"] == "contrastive" else f"α = {row['alpha']}"
 
 
-def frames(panel, title: str, indices: torch.Tensor, reward: torch.Tensor, dataset: Path) -> None:
+def frames(panel, title: str, indices: torch.Tensor, reward: torch.Tensor, pictures: list[Path]) -> None:
     """The pictures of some states, side by side, with their rewards."""
     panel.suptitle(title, fontsize="small")
     for axes, k in zip(panel.subplots(1, len(indices)), indices.tolist()):
-        axes.imshow(plt.imread(dataset / picture(k)))
+        axes.imshow(plt.imread(pictures[k]))
         axes.set_title(f"{reward[k]:.3f}", fontsize="small")
         axes.set(xticks=[], yticks=[])  # the border stays: frames may be as white as the page
 
 
-def ranking(path: Path, rewards: Judged, dataset: Path) -> None:
+def ranking(path: Path, rewards: Judged, pictures: list[Path]) -> None:
     """Without labels: for each reward a line of frames, from the most rewarded to the least."""
     figure = plt.figure(figsize=(15, 2.3 * len(rewards)), layout="constrained")
     places = torch.tensor([0, 0.005, 0.01, 0.02, 0.05, 0.25, 0.5, 0.75, 0.95, 1])
     for panel, (row, reward) in zip(figure.subfigures(len(rewards), 1, squeeze=False).flat, rewards):
         order = reward.argsort(descending=True)
         chosen = order[(places * (len(order) - 1)).round().long()]
-        frames(panel, f"{describe(row)}: from the most rewarded to the least", chosen, reward, dataset)
+        frames(panel, f"{describe(row)}: from the most rewarded to the least", chosen, reward, pictures)
     figure.savefig(path, dpi=80)
 
 
-def judged(path: Path, rows: list[dict], best: Judged, label: torch.Tensor, dataset: Path) -> None:
+def judged(path: Path, rows: list[dict], best: Judged, label: torch.Tensor, pictures: list[Path]) -> None:
     """EPIC against α and size, precision-recall, histograms of the best rewards, frames of the best one."""
     names = [row["model"].split("/")[-1] if ":" in row["model"] else row["model"] for row, _ in best]
     if len({row["prompt"] for row, _ in best}) > 1:
@@ -121,9 +119,9 @@ def judged(path: Path, rows: list[dict], best: Judged, label: torch.Tensor, data
         (goal, other, goal.flip(0), other.flip(0)),
     ):
         spread = torch.linspace(0, max(len(some) // 50, 4), 5).long()  # not five of a kind
-        frames(panel, title, some[spread], reward, dataset)
+        frames(panel, title, some[spread], reward, pictures)
     below.suptitle(f"Frames and rewards of the best: {describe(row)}", fontsize="medium")
     figure.suptitle(
-        f"{dataset.name}: {len(label)} states, {chance:.1%} of them goal states, by the dataset's labels"
+        f"{pictures[0].parents[1].name}: {len(label)} states, {chance:.1%} of them goal states, by the dataset's labels"
     )
     figure.savefig(path, dpi=80)

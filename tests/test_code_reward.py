@@ -170,7 +170,11 @@ def test_strange_responses_are_a_line_or_an_answer(tmp_path, monkeypatch):
     question = [client.message("user", "What is it?")]
     with pytest.raises(UsageError, match="no answer .*KeyError"):
         client.Client("m", None, tmp_path / "a.json").ask(question)
-    response.choices = [SimpleNamespace(message=SimpleNamespace(content="A cart."))]
+    cut_off = SimpleNamespace(message=SimpleNamespace(content="A c"), finish_reason="length")
+    response.choices = [cut_off]
+    with pytest.raises(UsageError, match="cut off .length., and is not kept: A c"):
+        client.Client("m", None, tmp_path / "a.json").ask(question)
+    response.choices = [SimpleNamespace(message=SimpleNamespace(content="A cart."), finish_reason="stop")]
     assert client.Client("m", None, tmp_path / "a.json").ask(question) == "A cart."
     monkeypatch.setitem(sys.modules, "openai", None)  # it cannot even be imported
     assert client.Client("m", None, tmp_path / "a.json").ask(question) == "A cart."
@@ -186,7 +190,8 @@ def asked(monkeypatch) -> list[list]:
         if len(asked) + 1 in breaks:
             raise KeyboardInterrupt(breaks.pop())
         asked.append([*question["messages"]])
-        said = SimpleNamespace(message=SimpleNamespace(content=ANSWERS[len(asked) - 1]))
+        message = SimpleNamespace(content=ANSWERS[len(asked) - 1])
+        said = SimpleNamespace(message=message, finish_reason="stop")
         return SimpleNamespace(choices=[said], usage=SimpleNamespace(total_tokens=110))
 
     endpoint = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
@@ -221,7 +226,8 @@ def test_a_program_is_written_broken_off_in_the_middle_and_taken_up_again(
         call(*command)
     assert len(asked) == 4 and not (tmp_path / "cartpole.py").exists()
     call(*command)
-    calls = json.loads((tmp_path / "cartpole.answers.json").read_text())
+    lines = (tmp_path / "cartpole.answers.jsonl").read_text().splitlines()
+    calls = {call["key"]: call for call in map(json.loads, lines)}
     assert len(asked) == len(ANSWERS) and [call["tokens"] for call in calls.values()] == [110] * len(ANSWERS)
     said = [messages[-1]["content"] for messages in asked]
     assert [len(parts) - 1 for parts in said] == [6, 0, 6, 0, 0, 0, 6, 4, 0, 0]  # pictures

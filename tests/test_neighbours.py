@@ -49,12 +49,12 @@ def test_a_reward_is_learned_from_what_is_decided():
     reward = preference.PreferenceReward(3)
     pairs = torch.randn(50, 2, 3)
     answers = (pairs[:, 1, 0] > pairs[:, 0, 0]).long()
-    reward.learn(pairs[:0], answers[:0])  # nothing to learn from
-    reward.learn(pairs[:20], answers[:20])
-    reward.learn(pairs[20:], answers[20:])
-    again = preference.PreferenceReward(3)
-    again.load_state_dict(reward.state_dict())
-    assert torch.equal(again.pairs, pairs) and torch.equal(again.answers, answers)
+    reward.learn()  # nothing to learn from
+    reward.keep(pairs[:20], answers[:20])
+    reward.learn()
+    reward.keep(pairs[20:], answers[20:])
+    reward.learn()
+    assert torch.equal(reward.pairs, pairs) and torch.equal(reward.answers, answers)
     unseen = torch.randn(200, 3)
     assert torch.corrcoef(torch.stack([reward(unseen), unseen[:, 0]]))[0, 1] > 0.8
 
@@ -96,7 +96,9 @@ def test_a_teacher_compares_and_errs():
 
 def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path):
     pytest.importorskip("openai")
-    said = ["It is up in the first.\n1", "…\n**(2)**", "Alike.\n0", "I doubt between 1 and 2."]
+    said = ["It is up in the first.\n1", "…\n**(2)**", "Alike.\n0", "Up by 1.5 or 10 degrees."]
+    said += ["Answer: 1", "The answer is 2.", r"1. Up. 2. Down. \boxed{2}", "<answer>1</answer>", "-1"]
+    said += ["I cannot tell."]
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -112,10 +114,13 @@ def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path
 
     url = serve(Handler) + "/v1"
     args = preference.Args(teacher="vlm", vlm="recorded", base_url=url, run_dir=str(tmp_path))
-    states = torch.rand(4, 2, 4)
+    states = torch.rand(10, 2, 4)
     for _ in range(2):
-        assert preference.look(states, args).tolist() == [0, 1, -1, -1]
-    assert len(asked) == 4 and len(json.loads((tmp_path / "vlm.answers.json").read_text())) == 4
+        assert preference.look(states[:9], args).tolist() == [0, 1, -1, -1, 0, 1, 1, 0, -1]
+    assert len(asked) == 9 and (tmp_path / "vlm.answers.jsonl").read_text().count("\n") == 9
+    assert all(question["temperature"] == 0 for question in asked)
+    with pytest.raises(UsageError, match="no answer says 1, 2 or 0, but: 'I cannot tell.'"):
+        preference.look(states[9:], args)
     text, *pictures = asked[0]["messages"][0]["content"]
     frames = dqn_clip_cartpole.render(states[0], 200, 300).permute(0, 2, 3, 1).numpy()
     assert args.prompt[0] in text["text"] and pictures == [picture(frame) for frame in frames]
@@ -258,8 +263,10 @@ def test_a_run_taken_up_again_is_the_unbroken_one(case, call, tmp_path, monkeypa
         assert results[0][name] == results[1][name]
 
     checkpoint = torch.load(tmp_path / "whole/checkpoint.pt", weights_only=True)
-    answers = len(checkpoint["preferences"]["_extra_state"][1]) if script is preference else 0
-    assert script is shaped or answers > 10 and checkpoint["script"] == "dqn_preference_cartpole"
+    if script is preference:
+        sessions = [torch.load(path)["session"] for path in (tmp_path / "whole/sessions").iterdir()]
+        assert sum(len(answers) for _, answers in sessions) > 10
+        assert checkpoint["script"] == "dqn_preference_cartpole"
     states, _, labels = torch.load(tmp_path / "whole/rounds/4.pt", weights_only=True)["round"]
     states = states[len(states) - len(labels) :].flatten(0, 1)  # of preferences not the start
     labels = labels.flatten(0, 1)

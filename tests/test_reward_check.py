@@ -184,15 +184,17 @@ def test_the_limits_of_verdicts_are_where_the_trainings_put_them():
 def test_a_verdict_follows_its_limits():
     fixed = {"script": "dqn_clip_cartpole", "runs": []}
 
-    def say(low: float, high: float, people: int = 0, settings: dict = fixed) -> str:
+    def say(low: float, high: float, people: int = 0, settings: dict = fixed, **of) -> str:
         row = {"epic_balanced": (low + high) / 2, "epic_balanced_low": low, "epic_balanced_high": high}
-        return reward_models.verdict(row | {"wrong_of_10": 2, "human_labels": people}, settings)
+        row |= {"model": "tiny", "wrong_of_10": 2, "human_labels": people}
+        return reward_models.verdict(row | of, settings)
 
     likely = say(0.1, LIKELY)
     assert likely.startswith("likely to be learned: EPIC distance 0.24 (0.10 to 0.38), 2 of the 10 best")
     for limits in ((0.1, LIKELY + 0.001), (USELESS - 0.001, 0.9)):
-        assert say(*limits).startswith("no verdict: no model's reward between 0.38 and 0.58")
-    assert say(USELESS, 0.9).startswith("not usable: EPIC")
+        assert say(*limits).startswith("no verdict: on CartPole or the car no model between")
+    assert say(USELESS, 0.9).startswith("rarely learned: EPIC")
+    assert say(0.1, 0.2, model="ViT-B-32/openai").startswith("no verdict: these trainings were with tiny")
     for other in ({"runs": ["runs/one"]}, {"script": "sac_clip_humanoid"}):
         assert say(0.1, 0.2, settings=fixed | other).startswith("no verdict: ")
     assert say(0.1, 0.2, people=1).startswith("no verdict: ")
@@ -376,8 +378,12 @@ def test_a_sentence_without_a_condition_is_judged_by_eye_or_by_a_persons_labels(
     head, *lines = LABELS.read_text().split()
     LABELS.write_text("\n".join([head, *(f"{line}{k % 2}" for k, line in enumerate(lines))]))
     assert dataset.load(DATA)[2].tolist() == [False, True] * 100
-    LABELS.write_text("\n".join([head, f"{lines[0]}1", *lines[1:]]))
-    with pytest.raises(UsageError, match="frames/000001.png: a label is 0 or 1"):
+    LABELS.write_text("\n".join([head, f"{lines[0]}1", f"{lines[1]}0", *lines[2:100]]))  # others are left out
+    settings, states, labels, people = dataset.load(DATA)
+    assert labels.tolist() == [True, False] and people == len(states) == 2
+    assert settings["pictures"] == [DATA / dataset.picture(i) for i in (0, 1)]
+    LABELS.write_text("\n".join([head, f"{lines[0]}maybe"]))
+    with pytest.raises(UsageError, match="labels.csv: a label is 0 or 1, or missing, not 'maybe'"):
         dataset.load(DATA)
 
 
@@ -443,13 +449,18 @@ def test_a_new_prompt_or_changed_weights_are_embedded_anew_and_frames_only_then(
     monkeypatch.setattr(dqn_clip_cartpole, "render", lambda *a: done.append("render") or render(*a))
     monkeypatch.setattr(reward_models, "CLIPReward", lambda *a, **k: done.append("load") or model(*a, **k))
     command, both = [*cartpole, 0, "--clip-model", f"local-dir:{folder}"], ["load", *["render"] * 4]
-    steps = [(["a pole"], both), (["a pole"], []), (["a pole", "a stick"], ["load"]), (["a pole"], both)]
+    steps = [(["a pole"], both), (["a pole"], []), (["a pole", "a stick"], ["load"])]
+    steps += 3 * [(["a pole"], both)]  # with what is new: weights, the scripts' rendering, the states
     for number, (prompts, expected) in enumerate(steps):
         if number == 3:
             (folder / "open_clip_model.safetensors").touch()
+        if number == 4:
+            monkeypatch.setattr(dqn_clip_cartpole, "COLORS", ((255, 255, 255), (20, 15, 10), (129, 132, 203)))
+        if number == 5:
+            np.save(DATA / "states.npy", np.load(DATA / "states.npy")[::-1])
         done.clear()
         call(*command, "--prompt", *prompts)
-        assert done == expected and len(read(TABLE)) == len(prompts)
+        assert done == ["render", *expected] and len(read(TABLE)) == len(prompts)  # a look at a few first
 
 
 def test_what_is_no_reward_is_left_out_in_words(cartpole, unseen, monkeypatch, call, capsys):
