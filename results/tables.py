@@ -2,7 +2,7 @@
 
     python -m results.tables readme  # only the tables of README.md anew, from the CSV files
 
-A run: a line in CLAIM.csv (settings, results, versions), one a round in curves/CLAIM.csv, a strip of frames.
+A run: a line in CLAIM.csv (settings, results), one a round in curves/CLAIM.csv, a strip of frames.
 """
 
 import csv
@@ -14,9 +14,8 @@ import re
 import subprocess
 import sys
 import textwrap
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from statistics import harmonic_mean, median
 
@@ -53,13 +52,13 @@ TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("tabl
 CLAIMS = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 PREDICTED = ("cartpole", "mountaincar", "table1", "prompts", "figure3", "contrastive", "threshold", "ladder")
 
-VIT = "--models ViT-B-32 --rounds 1 --repetitions 2 --clip-batch-size 32"
+VIT = "benchmarks.throughput --models ViT-B-32 --rounds 1 --repetitions 2 --clip-batch-size 32"
 GROWTH = "--num-envs 8 64 512 4096 --steps-per-round 8192 --rounds 1 --repetitions 1"
 PLAIN_VIT = "--scripts sac_clip_humanoid --clip-model ViT-B-32 --rounds 1 --plain-episodes 1 --repetitions 3"
 COMMANDS = {  # what is not trained but printed as a table by other programs
     "throughput": "benchmarks.throughput --models tiny",
-    "throughput_vit_bf16": f"benchmarks.throughput {VIT} --precisions bf16 --steps-per-round 1600",
-    "throughput_vit_fp32": f"benchmarks.throughput {VIT} --precisions fp32 --steps-per-round 800",
+    "throughput_vit_bf16": f"{VIT} --precisions bf16 --steps-per-round 1600",
+    "throughput_vit_fp32": f"{VIT} --precisions fp32 --steps-per-round 800",
     "growth": f"benchmarks.throughput --models tiny {GROWTH}",
     "cost": "benchmarks.cost",
     "compare": "benchmarks.compare",
@@ -87,19 +86,16 @@ def describe(*code: str) -> dict:
 
     import torch
 
-    commit = git("log", "-1", "--format=%h")
-    if git("status", "--porcelain", "--untracked-files=no"):
-        commit += " and changes"
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    if torch.cuda.is_available():
-        machine += f", {torch.cuda.get_device_name()}"
-    return {"machine": machine, "commit": commit, "tiny": TINY}
+    changes = " and changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    card = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    machine = f"{platform.machine()}, {os.cpu_count()} cores{card}, torch {torch.__version__}"
+    return {"machine": machine, "commit": git("log", "-1", "--format=%h") + changes, "tiny": TINY}
 
 
 def about(script: str) -> None:
     """Print that of a script, for a run that begins."""
     beside = f"*_clip_{script.rpartition('_')[2]}.py"  # itself, or what a neighbour is built on
-    print(json.dumps(describe(f"{script}.py", beside, "clip_reward.py")))
+    print(json.dumps(describe(f"{script}.py", beside, "clip_reward.py", "scale/*.py")))
 
 
 def store(claim: str, run_dir: Path, output: Path) -> None:
@@ -110,40 +106,40 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
 
     rows = []
     rounds = []
-    tags = ("clip_return", "ground_truth_return", "success_rate")
-    for name in RUNS:
-        if not name.startswith(f"{claim}/") or not Path(f"{run_dir}/{name}.finished").exists():
-            continue
+    tags = ("success_rate", "ground_truth_return", "clip_return")
+    for name, (script, options) in RUNS.items():
         folder = run_dir / name
-        script, options = RUNS[name]
+        if not name.startswith(f"{claim}/") or not Path(f"{folder}.finished").exists():
+            continue
         result = json.loads((folder / "result.json").read_text())
         settings = result["settings"]
         events = EventAccumulator(str(folder), {"scalars": 0}, purge_orphaned_data=False).Reload()
-        there = events.Tags()["scalars"]
-        curves = {tag: {e.step: e.value for e in events.Scalars(f"charts/{tag}")} for tag in tags}
-        for step in sorted(curves["success_rate"]):
-            values = {tag: f"{curves[tag][step]:.4g}" for tag in tags}
+        charts = {}  # by tag and step; what a resumed run has written anew comes last, and stays
+        for tag in events.Tags()["scalars"]:
+            charts[tag.removeprefix("charts/")] = {event.step: event.value for event in events.Scalars(tag)}
+        for step in sorted(charts["success_rate"]):
+            values = {tag: f"{charts[tag][step]:.4g}" for tag in reversed(tags)}
             rounds.append({"run": name, "step": step} | values)
-        row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in reversed(tags)}
-        low, high = wilson(result["success_rate"] * settings["episodes"], settings["episodes"])
-        row |= {"success_low": f"{low:.3f}", "success_high": f"{high:.3f}", "episodes": settings["episodes"]}
-        if "charts/SPS" in there:
-            speeds = {e.step: e.value for e in events.Scalars("charts/SPS")}
-            row["steps_per_second"] = f"{harmonic_mean(speeds.values()):.0f}"
-        if "charts/answers" in there:
-            row["answers"] = f"{events.Scalars('charts/answers')[-1].value:.0f}"
+
+        episodes = settings["episodes"]
+        low, high = wilson(result["success_rate"] * episodes, episodes)
+        row = {"run": name, "seed": settings["seed"]} | {tag: f"{result[tag]:.2f}" for tag in tags}
+        row |= {"success_low": f"{low:.3f}", "success_high": f"{high:.3f}", "episodes": episodes}
+        if "SPS" in charts:
+            row["steps_per_second"] = f"{harmonic_mean(charts['SPS'].values()):.0f}"
+        if "answers" in charts:
+            row["answers"] = f"{charts['answers'][max(charts['answers'])]:.0f}"
         row |= {"script": script, "options": options, "prompt": "; ".join(settings["prompt"])}
         row |= {key: settings[key] for key in ("clip_model", "precision", "device")}
-        row["clip_model"] = row["clip_model"].replace(f"{ROOT}/", "")
-        row |= json.loads(Path(f"{folder}.begun").read_text())
-        rows.append(row)
-        frames = output / "frames" / f"{name}.jpg"
-        frames.parent.mkdir(parents=True, exist_ok=True)
+        rows.append(row | json.loads(Path(f"{folder}.begun").read_text()))
+
         film = iio.imread(folder / "result.mp4", plugin="pyav")  # three episodes or fewer
         episode = film[: settings["episode_length"]]
-        strip = np.concatenate(episode[np.linspace(0, len(episode) - 1, 8).round().astype(int)], axis=1)
-        strip = Image.fromarray(strip)
+        eight = np.linspace(0, len(episode) - 1, 8).round().astype(int)
+        strip = Image.fromarray(np.concatenate(episode[eight], axis=1))
         strip = strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS)
+        frames = output / "frames" / f"{name}.jpg"
+        frames.parent.mkdir(parents=True, exist_ok=True)
         strip.save(frames, quality=85)
         if name == "table1/kneeling_101":
             iio.imwrite(output / "kneeling.gif", episode[::2], duration=60, loop=0)
@@ -179,10 +175,14 @@ def commits(rows: list[dict]) -> str:
     return ", ".join(dict.fromkeys(row["commit"] + mark for row, mark in zip(rows, earlier)))
 
 
+@cache
+def curves(path: Path) -> np.ndarray:
+    return np.genfromtxt(path, delimiter=",", names=True, dtype=None, encoding="utf-8")
+
+
 def curve(output: Path, run: str) -> np.ndarray:
     """-> the rounds of a run, with fields step, clip_return and success_rate."""
-    path = output / "curves" / f"{run.partition('/')[0]}.csv"
-    rounds = np.genfromtxt(path, delimiter=",", names=True, dtype=None, encoding="utf-8")
+    rounds = curves(output / "curves" / f"{run.partition('/')[0]}.csv")
     return rounds[rounds["run"] == run]
 
 
@@ -190,18 +190,16 @@ def kind_of(row: dict) -> str:
     return row["run"].rpartition("_")[0]
 
 
-def spread(values: list[float], digits: int) -> str:
+def spread(values: list[float]) -> str:
     """Mean, and in brackets lowest and highest."""
-    mean, low, high = (f"{value:.{digits}f}" for value in (np.mean(values), min(values), max(values)))
-    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
+    brackets = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{brackets}"
 
 
-def runs_table(*beginnings: str, output: Path, late: bool = False) -> str:
-    """A line for each kind of run, with the results of all its seeds; late: with the success late in training."""
-    found = [row for name in beginnings for row in read(output / f"{name.partition('/')[0]}.csv")]
-    found = [row for row in found if row["run"].startswith(beginnings)]
+def runs_table(claim: str, output: Path, late: bool = False) -> str:
+    """A line for each kind of run, with all its seeds; late: with the success in the second half of training."""
     lines = []
-    for kind, group in groupby(found, kind_of):
+    for kind, group in groupby(read(output / f"{claim}.csv"), kind_of):
         rows = list(group)
         success = [float(row["success_rate"]) for row in rows]
         good = sum(rate >= 0.9 for rate in success)
@@ -210,39 +208,31 @@ def runs_table(*beginnings: str, output: Path, late: bool = False) -> str:
         second_half = []
         for row in rows:
             points = curve(output, row["run"])
-            steps = points["step"][points["success_rate"] >= 0.9]
-            first.append(steps.min(initial=1e9))
+            first.append(points["step"][points["success_rate"] >= 0.9].min(initial=1e9))
             second_half.append(points["success_rate"][len(points) // 2 :].mean())
         steps = median(first)
         what = KINDS[kind]
-        seeds = "-".join(dict.fromkeys((rows[0]["seed"], rows[-1]["seed"])))
-        cells = [what["called"] + (f" (paper: {what['paper']})" if what["paper"] else ""), seeds]
-        cells += [spread(success, 2), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
+        cells = [what["called"] + (f" (paper: {what['paper']})" if what["paper"] else "")]
+        cells.append("-".join(dict.fromkeys((rows[0]["seed"], rows[-1]["seed"]))))
+        cells += [spread(success), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
         cells.append(f"{steps / 1000:.0f}k" if steps < 1e8 else "never")
-        cells += [spread(second_half, 2)] if late else []
+        cells += [spread(second_half)] if late else []
         lines.append([*cells, commits(rows)])
     head = "what | seeds | success rate | runs at 0.9 or above | steps to 90 %"
     return markdown(head + (" | late in training" if late else "") + " | commit", lines)
-
-
-def interval(row: dict, name: str) -> str:
-    value, low, high = (float(row[name + end]) for end in ("", "_low", "_high"))
-    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def judged_table(*names: str, output: Path) -> str:
     """A line for each task and model, from the CSV files in reward_check/, beside `output`."""
     lines = []
     for name in names:
-        found = read(output.parent / "reward_check" / f"reward_models_{name}.csv")
-        found = [row for row in found if row["alpha"] != "contrastive"]
-        for model, group in groupby(found, itemgetter("model")):
-            rows = list(group)
-            zero = next(row for row in rows if row["alpha"] == "0")
-            line = [name, Path(model).name, interval(zero, "epic_balanced")]
-            lines.append([*line, f"{float(zero['average_precision']):.3f}", commits([zero])])
-    head = "task | model | EPIC distance, α = 0 (95 % interval) | average precision | commit"
-    return markdown(head, lines)
+        for row in read(output.parent / "reward_check" / f"reward_models_{name}.csv"):
+            if row["alpha"] == "0":
+                ends = ("", "_low", "_high")
+                epic, low, high = (f"{float(row[f'epic_balanced{end}']):.3f}" for end in ends)
+                line = [name, Path(row["model"]).name, f"{epic} ({low} to {high})"]
+                lines.append([*line, f"{float(row['average_precision']):.3f}", commits([row])])
+    return markdown("task | model | EPIC distance, α = 0 (95 % interval) | average precision | commit", lines)
 
 
 def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> str:
@@ -257,20 +247,15 @@ def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> s
 
 
 LOOP = ("script", "CLIP model", "precision", "encode_image", "update", "loop", "efficiency (range)")
-TABLES = {name: partial(runs_table, f"{name}/") for name in CLAIMS if name != "ladder"} | {
-    "mattered": partial(runs_table, "mattered/", late=True),
+PLAIN = ("script", "ours", "ours ÷ every step", "ours ÷ end of episode")
+VIT_TOO = ("throughput", "throughput_vit_bf16", "throughput_vit_fp32")
+TABLES = {claim: partial(runs_table, claim) for claim in CLAIMS if claim != "ladder"} | {
+    "mattered": partial(runs_table, "mattered", late=True),
     "agreement": partial(judged_table, "cartpole", "mountaincar", *TASKS),
     "robustness": partial(printed_table, "robustness", columns=("the picture", "α = 0", "α = 1")),
-    "throughput": partial(
-        printed_table, "throughput", "throughput_vit_bf16", "throughput_vit_fp32", columns=LOOP
-    ),
+    "throughput": partial(printed_table, *VIT_TOO, columns=LOOP),
     "cost": partial(printed_table, "cost"),
-    "compare": partial(
-        printed_table,
-        "compare",
-        "compare_vit",
-        columns=("script", "ours", "ours ÷ every step", "ours ÷ end of episode"),
-    ),
+    "compare": partial(printed_table, "compare", "compare_vit", columns=PLAIN),
 }
 
 
@@ -291,9 +276,7 @@ def readme() -> None:
 def figure(name: str, output: Path) -> None:
     """NAME.png from the CSV files and frames."""
     plt.rcParams["text.parse_math"] = False  # prompts may hold dollar signs
-    plots = {"table1": plot_table1, "hacking": plot_hacking, "preferences": plot_preferences}
-    plots |= {"shaping": plot_shaping, "shaping_frames": plot_shaping_frames}
-    plots.get(name, partial(plot_curves, name))(output)
+    globals().get(f"plot_{name}", partial(plot_curves, name))(output)
     plt.savefig(output / f"{name}.png", dpi=100)
 
 
@@ -323,10 +306,9 @@ def plot_curves(claim: str, output: Path) -> None:
     axes = figure.subplot_mosaic(panels, height_ratios=[3, 1])
     for kind, reward in ((kind_of(rows[0]), "CLIP"), (f"{claim}/truth", "ground truth")):
         own = [row for row in rows if kind_of(row) == kind]
-        for column in ("clip_return", "success_rate"):
-            if own:
-                label = f"from {reward}, median and quartiles of {len(own)} seeds"
-                show_seeds(axes[column], output, own, column, label)
+        label = f"from {reward}, median and quartiles of {len(own)} seeds"
+        for column in panels[0] if own else []:
+            show_seeds(axes[column], output, own, column, label)
     axes["clip_return"].legend(fontsize="small", loc="lower right")
     axes["clip_return"].set_title("what the agent learns from")
     axes["clip_return"].set_ylabel("CLIP return: sum of an episode's rewards")
@@ -338,19 +320,15 @@ def plot_curves(claim: str, output: Path) -> None:
 
 def plot_table1(output: Path) -> None:
     """For each task an episode of the seed with the highest success."""
-    rows = read(output / "table1.csv")
-    kinds = dict.fromkeys(map(kind_of, rows))
+    kinds = [(kind, list(rows)) for kind, rows in groupby(read(output / "table1.csv"), kind_of)]
     height = 2.05 * len(kinds)
     _, axes = plt.subplots(len(kinds), 1, figsize=(11, height), layout="constrained", squeeze=False)
-    for axis, kind in zip(axes.flat, kinds):
-        seeds = [row for row in rows if kind_of(row) == kind]
+    for axis, (kind, seeds) in zip(axes.flat, kinds):
         best = max(seeds, key=lambda row: float(row["success_rate"]))
-        seed = f"seed {best['seed']}"
-        if len(seeds) > 1:
-            seed += f", the best of {len(seeds)}"
-        title = f"“{best['prompt']}” ({seed}: success {best['success_rate']})"
+        of = f", the best of {len(seeds)}" if len(seeds) > 1 else ""
         asks = f"success asks for: {KINDS[kind]['condition']}"
         asks += f"; so it is in {float(best['ground_truth_return']):.0f} of 100 steps"
+        title = f"“{best['prompt']}” (seed {best['seed']}{of}: success {best['success_rate']})"
         show_frames(axis, output, best["run"], title + "\n" + textwrap.fill(asks, 165))
 
 
@@ -358,10 +336,7 @@ def plot_hacking(output: Path) -> None:
     """CLIP return and success over training, a panel for each task of the humanoid, all its seeds in it."""
     rows = read(output / "table1.csv")
     kinds = dict.fromkeys(map(kind_of, rows))
-    columns = (len(kinds) + 1) // 2
-    figure, axes = plt.subplots(2, columns, figsize=(13, 5), layout="constrained", squeeze=False)
-    for axis in axes.flat[len(kinds) :]:
-        axis.remove()
+    figure, axes = plt.subplots(2, 4, figsize=(13, 5), layout="constrained")
     for axis, kind in zip(axes.flat, kinds):
         twin = axis.twinx()
         for row in rows:
@@ -380,9 +355,8 @@ def plot_hacking(output: Path) -> None:
 
 def plot_preferences(output: Path) -> None:
     """Success against the teacher's errors, after training and during it."""
-    rows = read(output / "preferences.csv")
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for kind, group in groupby(rows, kind_of):
+    for kind, group in groupby(read(output / "preferences.csv"), kind_of):
         own = list(group)
         error = float(kind.partition("/")[2])
         success = [float(row["success_rate"]) for row in own]
@@ -400,15 +374,13 @@ def plot_preferences(output: Path) -> None:
 
 def plot_shaping(output: Path) -> None:
     """Success in training with the right sentence and with a wrong one."""
-    rows = read(output / "shaping.csv")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for axis, sentence in zip(axes, ("right", "wrong")):
-        for kind, group in groupby(rows, kind_of):
-            reward, _, which = kind.partition("/")[2].partition("-")
-            own = list(group)
+    for kind, group in groupby(read(output / "shaping.csv"), kind_of):
+        own = list(group)
+        reward, _, which = kind.partition("/")[2].partition("-")
+        for axis, sentence in zip(axes, ("right", "wrong")):
             if which in ("", sentence):
                 show_seeds(axis, output, own, "success_rate", reward)
-            if which == sentence:
                 axis.set_title(f"“{own[0]['prompt']}”", fontsize="small")
     axes[0].set_ylabel("success rate of a round")
     axes[1].legend(fontsize="small")

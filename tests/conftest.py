@@ -1,6 +1,4 @@
-import json
 import os
-import subprocess
 import sys
 import threading
 from http.server import ThreadingHTTPServer
@@ -71,15 +69,3 @@ def code():
             return os.mkdir, ("ran",)
 
     return Code()
-
-
-@pytest.fixture
-def learned(tmp_path):
-    """A training as a user starts it: script, options -> the success rate of its best policy."""
-
-    def train(script: str, *options: str) -> float:
-        common = "--episodes=48 --seed=1 --device=cpu --clip-model=tiny --run-dir=run".split()
-        subprocess.run([sys.executable, ROOT / f"{script}.py", *common, *options], cwd=tmp_path, check=True)
-        return json.loads((tmp_path / "run" / "result.json").read_text())["success_rate"]
-
-    return train

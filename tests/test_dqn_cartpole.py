@@ -1,9 +1,11 @@
-"""DQN; dynamics and frames of CartPole and MountainCar; buffers and trainings of all scripts."""
+"""DQN; dynamics and frames of CartPole and MountainCar; what all scripts sample; whole trainings."""
 
+import json
 import math
+import sys
+from collections import deque
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -22,9 +24,7 @@ from sac_clip_mountaincar import MountainCar, Scene
 
 def play(envs, name: str, starts: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, ...]:
     """Actions (T, N, …) -> states (T, N, S) of ours, of Gymnasium's, and whether that says `terminated`."""
-    steps = [envs.step(action) for action in actions]
-    assert not any(step[2].any() or step[3].any() for step in steps)
-    states = np.stack([step[0] for step in steps])
+    states = np.stack([envs.step(action) for action in actions])
     expected = np.empty(states.shape)
     terminated = np.empty(states.shape[:2], dtype=bool)
     env = gym.make(name).unwrapped
@@ -67,7 +67,7 @@ def test_cartpole_and_its_success_are_gymnasiums_but_for_the_edges():
 
 def test_mountaincar_and_its_success_are_gymnasiums_but_the_goal_is_absorbing():
     envs = MountainCar(48)
-    other, once, again = (envs.reset(seed=seed)[0] for seed in (4, 3, 3))
+    other, once, again = (envs.reset(seed=seed) for seed in (4, 3, 3))
     assert np.array_equal(once, again) and not np.array_equal(once, other)
     assert np.abs(once[:, 0] + 0.5).max() <= 0.1 and once[:, 0].std() > 0.04 and not once[:, 1].any()
     envs.state[24:26] = ((-1.0, 0.069), (0.2, -0.069))  # soon as fast as cars may be
@@ -113,57 +113,45 @@ def test_frames_are_gymnasiums_and_each_states_own(name, render, low, high, limi
         assert render(states[:0], *size).shape == (0, 3, *size)
 
 
-PROGRAM = Path(__file__).parent.parent / "code_reward/programs/mountaincar.py"
-HUMANOID = partial(sac_clip_humanoid.ReplayBuffer, 177)
-BUFFERS = [  # class, settings, n of n-step returns, whether rewards are standardized
-    (dqn_clip_cartpole.ReplayBuffer, Args(), 3, True),
-    (sac_clip_mountaincar.ReplayBuffer, sac_clip_mountaincar.Args(), 5, False),
-    (HUMANOID, sac_clip_humanoid.Args(), 3, True),
-    (HUMANOID, sac_clip_humanoid.Args(standardize_rewards=False), 1, False),
-]
+N_STEP = {dqn_clip_cartpole: 3, sac_clip_mountaincar: 5, sac_clip_humanoid: 3}
 
 
-@pytest.mark.parametrize("Buffer, args, n, standardized", BUFFERS)
-def test_replay_buffer_keeps_the_newest_rounds_and_pairs_states(Buffer, args, n, standardized):
+@pytest.mark.parametrize("script", N_STEP)
+def test_a_sample_pairs_states_that_are_n_steps_apart_with_the_rewards_between(script):
     """In round k step t of environment i has the state 1000 k + 10 t + i, and as reward its tenfold."""
-
-    def make(steps: int, num_envs: int, buffer_size: int):
-        sizes = {"episode_length": steps, "num_envs": num_envs, "buffer_size": buffer_size}
-        return Buffer(replace(args, total_timesteps=10**6, **sizes), torch.device("cpu"))
-
-    def add(rb, numbers: torch.Tensor, rewards: torch.Tensor) -> None:
-        states = numbers[:, :, None].expand(rb.states.shape[1:])
-        shape = rb.actions.shape[1:]
-        rb.add(states, states[:-1, :, : math.prod(shape[2:])].reshape(shape) % 2, rewards)
-
-    rb = make(6, 3, 60)
+    n, humanoid = N_STEP[script], script is sac_clip_humanoid
+    sizes = {"episode_length": 6, "num_envs": 3, "total_timesteps": 10**6, "buffer_size": 60}
+    args = replace(script.Args(), batch_size=3000, **sizes)
+    rb = sac_clip_humanoid.ReplayBuffer(2, args, torch.device("cpu")) if humanoid else deque(maxlen=4)
     rounds = [1000.0 * k + 10 * torch.arange(7)[:, None] + torch.arange(3) for k in range(7)]
     for k, numbers in enumerate(rounds):
-        add(rb, numbers, 10 * numbers[:-1])
-        assert rb.rounds == k + 1 and rb.capacity == 4  # 60 transitions in whole rounds
-        obs, next_obs, actions, rewards = rb.sample(3000, n)
+        states = numbers[:, :, None].expand(7, 3, 2)
+        if humanoid:
+            rb.add(states, states[:-1, :, :1].expand(6, 3, 17) % 2, 10 * numbers[:-1])
+            assert rb.rounds == k + 1 and rb.capacity == 4  # 60 transitions in whole rounds
+            obs, next_obs, actions, rewards = rb.sample(3000, n)
+        else:
+            rb.append((states, states[:-1, :, 0] % 2, 10 * numbers[:-1]))
+            obs, next_obs, actions, rewards = script.sample(tuple(map(torch.stack, zip(*rb))), args)
         kept = torch.stack(rounds[max(0, k - 3) : k + 1])[:, :-1]
         starts, counts = obs[:, 0].unique(return_counts=True)
         assert torch.equal(starts, kept[:, : 7 - n].flatten()) and counts.min() > 0.5 * counts.float().mean()
         assert torch.equal(next_obs, obs + 10 * n) and (actions.view(3000, -1) == obs[:, :1] % 2).all()
         expected = torch.stack([10 * obs[:, 0] + 100 * step for step in range(n)])
-        if standardized:
+        if humanoid:  # standardized
             expected = (expected - 10 * kept.mean()) / (10 * kept.std(correction=0))
-        torch.testing.assert_close(rewards.view(n, 3000), expected, rtol=1e-4, atol=1e-3)
-    for steps, num_envs in ((n, 1), (100, 16)):  # equal rewards: a single transition, and many
-        rb = make(steps, num_envs, 1)
-        add(rb, torch.zeros(steps + 1, num_envs), torch.full((steps, num_envs), 0.7))
-        assert (rb.sample(50, n)[3] == (0 if standardized else torch.tensor(0.7))).all()
+        torch.testing.assert_close(rewards, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("scale", [1, 100])  # of the observations: with the larger one gradients are cut
+@pytest.mark.parametrize("scale", [1, 100])  # of the last weights: with the larger ones gradients are cut
 def test_one_update_is_dqns(scale):
     """Calculated again in float64."""
     torch.manual_seed(0)
-    args = Args(gamma=0.9, tau=0.1, n_step=2, layer_norm=scale == 1)
-    q_network, target_network = (QNetwork(args).double() for _ in range(2))
+    args = Args(gamma=0.9, tau=0.1, n_step=2)
+    q_network, target_network = (QNetwork().double() for _ in range(2))
+    q_network[-1].weight.data *= scale
     q_before, target_before = deepcopy((q_network, target_network))
-    obs, next_obs = scale * torch.randn(2, 32, 4).double()
+    obs, next_obs = torch.randn(2, 32, 4).double()
     actions = torch.randint(2, (32,))
     rewards = 5 * torch.rand(2, 32).double()
     optimizer = torch.optim.SGD(q_network.parameters(), lr=0.1)
@@ -180,12 +168,19 @@ def test_one_update_is_dqns(scale):
     torch.testing.assert_close(target, 0.9 * target_old + 0.1 * q_values)
 
 
-@pytest.mark.slow("words2", "words3")
-@pytest.mark.parametrize("words", [
-    ["dqn_clip_cartpole", "--total-timesteps=38400"],
-    ["sac_clip_mountaincar", "--total-timesteps=128000", f"--clip-model={PROGRAM}"],
-    ["sac_clip_mountaincar"],
-    ["sac_clip_humanoid"],  # as by default: fewer steps reach 0.02 to 1
-])  # fmt: skip
-def test_it_is_learned(words, learned):
-    assert learned(*words) >= 0.7
+PROGRAMS = Path(__file__).parent.parent / "code_reward/programs"
+QUICK = f"dqn_clip_cartpole --total-timesteps=19200 --gradient-steps=300 --clip-model={PROGRAMS}/cartpole.py"
+WHOLE = [
+    "dqn_clip_cartpole --total-timesteps=38400",
+    "dqn_clip_cartpole --reward=ground-truth",
+    f"sac_clip_mountaincar --total-timesteps=128000 --clip-model={PROGRAMS}/mountaincar.py",
+    "sac_clip_mountaincar",
+    "sac_clip_humanoid",  # as by default: fewer steps reach 0.02 to 1
+]
+
+
+@pytest.mark.parametrize("words", [QUICK, *(pytest.param(words, marks=pytest.mark.slow) for words in WHOLE)])
+def test_it_is_learned(words, call, tmp_path):
+    script, *words = words.split()
+    call(sys.modules[script], *words, "--episodes=48", "--device=cpu", f"--run-dir={tmp_path}/run")
+    assert json.loads((tmp_path / "run/result.json").read_text())["success_rate"] >= 0.7

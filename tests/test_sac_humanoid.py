@@ -1,7 +1,5 @@
-"""The humanoid: environment, both looks, the tasks' conditions, what its SAC alone has, and trainings."""
+"""The humanoid: environment, both looks, the tasks' conditions, and what its SAC alone has."""
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +20,11 @@ MODEL = gym.make("Humanoid-v5").unwrapped.model
 DATA = mujoco.MjData(MODEL)
 
 
-@pytest.mark.parametrize("full_obs, size", [(False, 177), (True, 350)])
-def test_environment_is_gymnasiums_and_an_evaluation_has_no_noise(full_obs, size):
+def test_environment_is_gymnasiums_and_an_evaluation_has_no_noise():
     """Two episodes in each of three, played by Gymnasium again from the same seeds with the same actions."""
     torch.manual_seed(0)
-    args = Args(full_obs=full_obs)
-    envs = sac_clip_humanoid.Humanoids(3, args)
+    args, size = Args(), 177
+    envs = sac_clip_humanoid.Humanoids(3)
     options = {"terminate_when_unhealthy": False, "exclude_current_positions_from_observation": False}
     env = gym.make("Humanoid-v5", **options).unwrapped
     for seed, policy in ((5, None), (9, SAC(size, args).policy)):
@@ -74,7 +71,7 @@ LOTUS = {"hip_x": 3, "hip_z": -58, "hip_y": -41, "knee": -158, "abdomen_y": -32,
 RIGHT_UP = {"right_hip_y": -80, "right_knee": -90}
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_frames_and_points_are_each_states_own(batch_size):
     states = [pose(pitch, 10, 30, knee=-20, right_elbow=-60) for pitch in range(0, 91, 15)]
     frames, points = render(states, 32, batch_size=batch_size)
@@ -108,14 +105,6 @@ def test_the_fixed_camera_is_the_papers():
     expected = [[0, 1, 0], [np.cos(np.radians(10)), 0, np.sin(np.radians(10))], [0, 0, 1]]
     np.testing.assert_allclose([right, back, data.cam("fixed").xpos - 3.5 * back], expected, atol=1e-6)
     assert model.cam("fixed").fovy == 45
-
-
-def test_cameras_and_looks_differ_and_the_original_camera_follows():
-    looks = [(textures, camera) for camera in ("fixed", "original") for textures in ("original", "realistic")]
-    frames = [render([stand(), [-1, 0.8, *stand()[2:]]], 64, *look)[0].float() for look in looks]
-    assert torch.pdist(torch.stack(frames).flatten(1), p=1).min() > 5 * frames[0].numel()
-    moved = [(here - there).abs().mean() for here, there in frames]
-    assert moved[1] > 4 * moved[3]  # the realistic floor is calm
 
 
 def test_supersampling_is_the_mean_of_finer_pixels():
@@ -191,43 +180,3 @@ def test_normalize_has_seen_it_all():
     expected = (obs - obs.double().mean(0)) / (obs.double().var(0, correction=0) + 1e-8).sqrt()
     torch.testing.assert_close(norm(obs).double(), expected, atol=1e-3, rtol=1e-3)
     assert norm(obs + 1e6).max() == 10 and norm(obs - 1e6).min() == -10
-
-
-def test_paper_brings_the_papers_values_and_the_command_line_counts_more(monkeypatch):
-    monkeypatch.setattr(sys, "argv", "SCRIPT --paper --device cpu --tau 0.01 --ent-coef=0.5".split())
-    expected = {
-        "tau": 0.01, "ent_coef": 0.5, "num_envs": 32, "total_timesteps": 10_000_000, "episode_length": 100,
-        "learning_rate": 6e-4, "gamma": 0.95, "batch_size": 512, "gradient_steps": 100, "policy_frequency": 1,
-        "learning_starts": 50_000, "evaluate_every": 64_000, "n_step": 1, "noise_correlation": 0,
-        "log_std_min": -20, "full_obs": True, "normalize_obs": False, "standardize_rewards": False,
-        "layer_norm": False, "anneal_lr": False, "act_with_mean": False,
-    }  # fmt: skip
-    settings = vars(sac_clip_humanoid.read_settings())
-    assert settings | expected == settings
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words, updates, rate", [("--paper", 6, 6e-4), ("", 4, 2e-4)])
-def test_a_training_does_what_its_settings_say(words, updates, rate, tmp_path):
-    """Three rounds, one of them random, with --paper in two parts, too: nothing falls to the end."""
-    paper = words == "--paper"
-    words += " --num-envs 4 --episode-length 8 --learning-starts 32 --gradient-steps 3 --batch-size 16"
-    words += " --buffer-size 64 --episodes 1 --device cpu --clip-model tiny --run-dir"
-
-    def run(folder: str, words: str) -> dict:
-        command = [sys.executable, HERE.parent / "sac_clip_humanoid.py", *words.split()]
-        subprocess.run(command, cwd=tmp_path, check=True)
-        return torch.load(tmp_path / folder / "checkpoint.pt", weights_only=True)
-
-    whole = run("whole", f"{words} whole --total-timesteps 96")
-    optimizers = [whole[f"{name}_optimizer"] for name in ("q", "actor", "ent_coef")]
-    assert [optimizer["state"][0]["step"] for optimizer in optimizers] == [6, updates, updates]
-    assert [optimizer["param_groups"][0]["lr"] for optimizer in optimizers] == pytest.approx([rate] * 3)
-    sac = whole["sac"]
-    assert sac.get("obs_norm.count") == (None if paper else 3 * 9 * 4)
-    acts = ["actor.0.weight", "mean_actor.0.weight"]
-    assert [torch.equal(whole["policy"]["1.0.weight"], sac[name]) for name in acts] == [paper, not paper]
-    if paper:
-        assert run("part", f"{words} part --total-timesteps 64")["step"] == 64
-        went_on = run("part", "--resume part --total-timesteps 96")["sac"]
-        assert all(torch.equal(value, went_on[key]) for key, value in sac.items())

@@ -1,19 +1,26 @@
 """What the scripts share, and each as a user runs it: files, kills, resume, evaluation, likely mistakes."""
 
+import gc
 import json
+import logging
+import multiprocessing
 import os
-import pickle
+import pkgutil
+import resource
+import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
-import av
+import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
@@ -24,75 +31,79 @@ import sac_clip_humanoid
 import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError
 
+gc.freeze()  # imageio collects garbage for each film
+
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
-SCRIPTS = {module.SCRIPT: module for module in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
+SCRIPTS = {module.__name__: module for module in (dqn_clip_cartpole, sac_clip_mountaincar, sac_clip_humanoid)}
+Scene = sac_clip_humanoid.Scene
+# Six rounds of 30 steps, the first two at random, the last four kept; weights that a few updates change.
+SHORT = """--num-envs 3 --episode-length 10 --total-timesteps 180 --learning-starts 60 --evaluate-every 60
+    --buffer-size 100 --gradient-steps 3 --batch-size 32 --learning-rate 0.01 --tau 1 --episodes 3 --seed 3
+    --clip-batch-size 8 --precision fp32 --device cpu --clip-model tiny""".split()
 
 
-def render_humanoid(states: torch.Tensor) -> torch.Tensor:
-    scene = sac_clip_humanoid.Scene(64, 64, "realistic", "fixed", 1, 256, CPU)
-    return scene.render(states[:, :24])[0]
+@pytest.fixture(autouse=True)
+def quick_and_clean(monkeypatch):
+    """The humanoid's films are small; a script silences the loggers of its own process, not of this one."""
+
+    class Small(Scene):
+        def __init__(self, height: int, width: int, *others):
+            super().__init__(min(height, 64), min(width, 64), *others)
+
+    monkeypatch.setattr(sac_clip_humanoid, "Scene", Small)
+    yield
+    logging.disable(logging.NOTSET)
 
 
-RENDER = {
-    "dqn_clip_cartpole": lambda states: dqn_clip_cartpole.render(states, 64, 64),
-    "sac_clip_mountaincar": sac_clip_mountaincar.Scene(64, 64, "realistic", CPU).render,
-    "sac_clip_humanoid": render_humanoid,
-}
-ENVS = {
-    "dqn_clip_cartpole": lambda n, args: dqn_clip_cartpole.CartPole(n),
-    "sac_clip_mountaincar": lambda n, args: sac_clip_mountaincar.MountainCar(n),
-    "sac_clip_humanoid": sac_clip_humanoid.Humanoids,
-}
-POLICY = {  # what acts, with new weights
-    "dqn_clip_cartpole": dqn_clip_cartpole.QNetwork,
-    "sac_clip_mountaincar": lambda args: sac_clip_mountaincar.Actor(),
-    "sac_clip_humanoid": lambda args: sac_clip_humanoid.SAC(177, args).policy,
-}
-SHORT = (
-    "--total-timesteps 1440 --num-envs 4 --episode-length 30 --learning-starts 300 --evaluate-every 240 "
-    "--buffer-size 1000 --gradient-steps 10 --episodes 5 --seed 3 --device cpu --clip-model tiny"
-).split()
-each_script = pytest.mark.parametrize("script", SCRIPTS)
-slow_but_for_cartpole = pytest.mark.slow("humanoid", "mountaincar")
+@contextmanager
+def command_line(script: str, *words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
+        yield SCRIPTS[script]
 
 
-def start(script: str, *arguments, folder: Path, before: str = "", **env: str) -> subprocess.Popen:
-    """A script in a process of its own, perhaps with some lines of Python run before it."""
-    code = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n{before}\n"
-    code += f"sys.argv[0] = {str(ROOT / script)!r} + '.py'; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=os.environ | env, stdout=pipe, stderr=pipe, text=True)
+def train(script: str, *words) -> Path:
+    """Runs a script in this process -> the last word, which is its run's folder."""
+    with command_line(script, *words) as module:
+        module.main()
+    return Path(words[-1])
 
 
-def run(script: str, *arguments, folder: Path, **env: str) -> str:
-    process = start(script, *arguments, folder=folder, **env)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    assert not set("\r\x1b") & set(out + err)  # where there is no terminal
-    return out
+@pytest.fixture
+def refused(capsys):
+    """Runs a script to its end by a mistake -> the line on stderr, after a look at the exit code."""
+
+    def refused(script: str, *words) -> str:
+        with command_line(script, *words), pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and "Traceback" not in error
+        assert "error: " not in error or error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    return refused
 
 
-def load(path: Path) -> dict:
-    return torch.load(path, weights_only=True)
+def read(path: Path) -> dict:
+    """-> a checkpoint or result, without what two runs may differ in."""
+    text = path.suffix == ".json"
+    content = json.loads(path.read_text()) if text else torch.load(path, weights_only=True)
+    for name in ("run_dir", "resume"):
+        content["settings"].pop(name)
+    return content
 
 
 def rounds(run_dir: Path) -> dict[int, tuple]:
     """Number -> states, actions, rewards."""
-    return {int(path.stem): load(path)["round"] for path in (run_dir / "rounds").iterdir()}
+    return {int(path.stem): torch.load(path)["round"] for path in (run_dir / "rounds").iterdir()}
 
 
-def result(run_dir: Path) -> dict:
-    figures = json.loads((run_dir / "result.json").read_text())
-    for name in ("run_dir", "resume"):
-        figures["settings"].pop(name)
-    return figures
-
-
-def curve(run_dir: Path, name: str = "charts/clip_return") -> list[tuple[int, float]]:
+def curves(run_dir: Path) -> dict[str, list]:
+    """Name -> steps and values."""
     events = EventAccumulator(str(run_dir), {"scalars": 0}).Reload()
-    return [(event.step, event.value) for event in events.Scalars(name)]
+    names = events.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
 
 
 def same(a, b) -> bool:
@@ -106,82 +117,136 @@ def same(a, b) -> bool:
 
 
 def same_run(a: Path, b: Path) -> None:
-    """Nothing that two runs left differs: results, the best policy, and all that the last one depends on."""
-    assert result(a) == result(b) and curve(a) == curve(b) and same(rounds(a), rounds(b))
-    for name in ("best.pt", "checkpoint.pt"):
-        one, other = load(a / name), load(b / name)
-        del one["settings"], other["settings"]
-        assert same(one, other)
+    """Nothing that two runs left differs: results, curves, the best policy, all that a resumed one needs."""
+    found = [curves(run_dir) for run_dir in (a, b)]
+    for curve in found:
+        del curve["charts/SPS"]
+    assert found[0] == found[1] and same(rounds(a), rounds(b)) and not [*b.rglob("*.tmp")]
+    for name in ("best.pt", "checkpoint.pt", "result.json"):
+        assert same(read(a / name), read(b / name)), name
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def unbroken(request, tmp_path_factory) -> SimpleNamespace:
+    """A short run that nothing disturbed: script, run_dir, and the first states of all that was played.
+
+    By its clock a round takes a second, an evaluation a hundred more.
+    """
+    module = SCRIPTS[request.param]
+    rollout, evaluate = module.rollout, module.evaluate
+    starts, clock = [], [0]
+
+    def play(*arguments):
+        states, actions = rollout(*arguments)
+        starts.append(tuple(states[0].flatten().tolist()))
+        clock[0] += 1
+        return states, actions
+
+    def slow(*arguments):
+        clock[0] += 100
+        return evaluate(*arguments)
+
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clip_reward.THREADS", 3)
+        patch.setattr(module, "rollout", play)
+        patch.setattr(module, "evaluate", slow)
+        patch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        train(request.param, *SHORT, "--run-dir", run_dir)
+    return SimpleNamespace(script=request.param, run_dir=run_dir, starts=starts)
 
 
 @pytest.fixture
-def train(call, monkeypatch):
-    """Runs a script in this process, without pictures -> the run folder, its last argument."""
-    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
-
-    def train(script: str, *arguments) -> Path:
-        black = np.zeros((1, 8, 16, 16, 3), np.uint8)
-        monkeypatch.setattr(SCRIPTS[script], "pictures", lambda states, *_: black)
-        call(SCRIPTS[script], *arguments)
-        return Path(arguments[-1])
-
-    yield train
-    torch.set_num_threads(threads)
-    sys.setswitchinterval(interval)
+def copied(unbroken, tmp_path) -> tuple[str, Path]:
+    """Script and a copy of its run's folder."""
+    shutil.copytree(unbroken.run_dir, tmp_path / "run")
+    return unbroken.script, tmp_path / "run"
 
 
-def rewards_of(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> of all rounds kept, the states after the steps (N, S) and their rewards (N,)."""
-    states, _, rewards = map(torch.stack, zip(*rounds(run_dir).values()))
-    return states[:, 1:].flatten(0, 2), rewards.flatten()
+# ---- What a run leaves
 
 
-# ---- The parts that all scripts have
+def test_a_run_leaves_what_it_promises(unbroken):
+    figures = read(unbroken.run_dir / "result.json")
+    assert figures.keys() == {"success_rate", "clip_return", "ground_truth_return", "settings"}
+    assert figures["settings"]["seed"] == 3 and not list(unbroken.run_dir.rglob("*.tmp"))
+    film = iio.imread(unbroken.run_dir / "result.mp4", plugin="pyav").astype(int)
+    humanoid = unbroken.script == "sac_clip_humanoid"
+    assert film.shape == (3 * 10, *((264, 240) if humanoid else (224, 300)), 3)
+    assert all(abs(film[one] - film[other]).max() > 50 for one, other in ((0, 9), (0, 10), (10, 20)))
+    assert film[:, -24:].max((1, 2, 3)).min() > 200  # each frame's step and reward
+
+    found = curves(unbroken.run_dir)
+    for name in ("clip_return", "ground_truth_return", "success_rate"):
+        assert [step for step, _ in found[f"charts/{name}"]] == [30, 60, 90, 120, 150, 180]
+        assert [step for step, _ in found[f"evaluation/{name}"]] == [60, 120, 180]
+    assert found["charts/SPS"] == [(step, 30) for step in range(30, 181, 30)]  # without the evaluations
+    losses = [found[name] for name in found if name.startswith("losses/")]
+    assert losses and all([step for step, _ in loss] == [90, 120, 150, 180] for loss in losses)
+    returns = [earned for _, earned in found["evaluation/clip_return"]]
+    highest = [max(returns[: k + 1]) for k in range(3)]
+    alike = [k for k, earned in enumerate(returns) if earned >= highest[k] - 0.001 * abs(highest[k])]
+    best = read(unbroken.run_dir / "best.pt")  # the newest of those that earn what the best before earns
+    assert best["step"] == 60 * (alike[-1] + 1)
+    assert best["best_return"] == pytest.approx(highest[alike[-1]], rel=1e-6)
 
 
-@each_script
-def test_a_rollout_is_its_seeds_and_its_policys_alone(script):
-    module = SCRIPTS[script]
-    args, policies = module.Args(num_envs=3, episode_length=20), []
-    envs, labeller = ENVS[script](3, args), SimpleNamespace(add=lambda _: None)
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        policies.append(POLICY[script](args))
-
-    def play(policy, noise: float, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-        states, actions = module.rollout(policy, noise, envs, labeller, seed, args)
-        assert len(states) == 21 and len(actions) == 20 and not actions.requires_grad
-        return states, actions
-
-    one, other = policies
-    for noise in (0.0, 0.5):
-        assert same(play(one, noise), play(one, noise)) and not same(play(one, noise), play(other, noise))
-        assert not same(play(one, noise), play(one, noise, seed=3))
-    assert not same(play(one, 0.0), play(one, 0.5))
-    at_random = policies if script == "dqn_clip_cartpole" else (None, None)
-    random = [play(policy, 1.0) for policy in at_random]
-    assert same(*random) and not same(random[0], play(one, 1.0, seed=3))
-    if script != "dqn_clip_cartpole":
-        assert random[0][1].abs().max() <= 1 and not same(random[0], play(one, 1.0))
+def test_the_report_has_start_states_of_its_own(unbroken):
+    """Not those of the three evaluations, of as many episodes, by which the best policy was chosen."""
+    *played, report = unbroken.starts
+    assert played[2] == played[5] == played[8] and len(played) == 9
+    assert len({*played}) == 7 and report not in played
 
 
-@each_script
-def test_half_precision_ranks_frames_as_single_precision_does(script):
-    module, rng = SCRIPTS[script], torch.Generator().manual_seed(0)
-    args = module.Args(num_envs=25, episode_length=20)
-    heard, policy = [], None if "sac" in script else POLICY[script](args)
-    module.rollout(policy, 1.0, ENVS[script](25, args), SimpleNamespace(add=heard.append), 0, args)
-    states = torch.cat(heard)
-    if script != "sac_clip_humanoid":  # from all over
-        states[:, 0] = torch.rand(500, generator=rng) * 1.8 - 1.2
-    if script == "dqn_clip_cartpole":
-        states[:, 2] = torch.rand(500, generator=rng) * 6.28 - 3.14
-    frames = RENDER[script](states)
-    prompts = args.prompt or "a humanoid robot kneeling", args.baseline_prompt, args.goal_baseline_alpha
-    rewards = [CLIPReward("tiny", *prompts, precision=precision)(frames) for precision in ("fp32", "bf16")]
-    assert rewards[0].std() > 0.02 and not torch.equal(*rewards)
-    ranks = torch.stack([reward.argsort().argsort().double() for reward in rewards])
-    assert torch.corrcoef(ranks)[0, 1] >= 0.998
+def render_humanoid(states: torch.Tensor) -> torch.Tensor:
+    return Scene(64, 64, "realistic", "fixed", 1, 64, CPU).render(states[:, :24])[0]
+
+
+ENVS = (dqn_clip_cartpole.CartPole, sac_clip_mountaincar.MountainCar, sac_clip_humanoid.Humanoids)
+render_cart = partial(dqn_clip_cartpole.render, height=64, width=64)
+RENDER = (render_cart, sac_clip_mountaincar.Scene(64, 64, "realistic", CPU).render, render_humanoid)
+PARTS = dict(zip(SCRIPTS, zip(ENVS, RENDER, (1, 1, 0.4))))  # the last: force of an action
+
+
+def test_the_rounds_are_what_was_played_and_clips_rewards_of_the_states_after_the_steps(unbroken):
+    """They are played again with their actions."""
+    kept, (Envs, render, force) = rounds(unbroken.run_dir), PARTS[unbroken.script]
+    assert sorted(kept) == [2, 3, 4, 5]
+    envs = Envs(3)
+    for number in (2, 5):
+        seed = np.random.SeedSequence((3, number)).generate_state(2)[0].item()
+        states, all_actions, rewards = kept[number]
+        start = envs.reset(seed=seed)
+        assert np.allclose(start[0] if isinstance(start, tuple) else start, states[0], atol=1e-6)
+        for t, actions in enumerate(all_actions):
+            assert np.allclose(envs.step(force * actions.numpy()), states[t + 1], atol=1e-4, rtol=1e-4)
+    args = SCRIPTS[unbroken.script].Args()
+    reward_model = CLIPReward("tiny", args.prompt, args.baseline_prompt, args.goal_baseline_alpha)
+    after, before = (reward_model(render(s.flatten(0, 1))) for s in (states[1:], states[:-1]))
+    torch.testing.assert_close(rewards.flatten(), after, atol=1e-4, rtol=0)
+    assert (before - rewards.flatten()).abs().max() > 1e-3
+
+
+def test_evaluate_a_checkpoint(copied, tmp_path, monkeypatch):
+    """A film's sizes are even, whatever those of the screen."""
+    script, run_dir = copied
+    before = {path: path.stat().st_mtime_ns for path in run_dir.iterdir()}
+    train(script, "--evaluate", run_dir / "best.pt")
+    figures, report = (read(run_dir / f"{name}.json") for name in ("best_evaluation", "result"))
+    assert all(figures[name] == report[name] for name in report if name != "settings")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+    shutil.copy(run_dir / "checkpoint.pt", tmp_path / "policy.ckpt")
+    for name, value in (("SCREEN_WIDTH", 550), ("SCREEN_HEIGHT", 350)):
+        monkeypatch.setattr(SCRIPTS[script], name, value, raising=False)
+    train(script, "--episodes", 2, "--seed", 1, "--evaluate", tmp_path / "policy.ckpt")
+    used = read(tmp_path / "policy.ckpt_evaluation.json")["settings"]
+    assert used["episodes"] == 2 and used["seed"] == 1 and used["num_envs"] == 3
+    film = iio.imread(tmp_path / "policy.ckpt_evaluation.mp4", plugin="pyav")
+    assert film.shape == (20, *((88, 64) if script == "sac_clip_humanoid" else (198, 274)), 3)
+
+
+# ---- A run is the same however it comes about
 
 
 class AtLast(ThreadPoolExecutor):
@@ -189,429 +254,278 @@ class AtLast(ThreadPoolExecutor):
 
     def submit(self, work, *arguments) -> Future:
         task = Future()
-
-        def result(timeout=None):
-            if not task.done():
-                task.set_result(work(*arguments))
-            return Future.result(task, timeout)
-
-        task.result = result
+        task.result = cache(lambda: work(*arguments))
         return task
 
 
-class AtOnce(AtLast):
+class AtOnce(ThreadPoolExecutor):
     """Does all at once: a round has been played, and rewarded, before the learning begins."""
 
     def submit(self, work, *arguments) -> Future:
-        task = super().submit(work, *arguments)
-        task.result()
+        task = Future()
+        task.set_result(work(*arguments))
         return task
 
 
-FEW_STEPS = """--num-envs 4 --episode-length 20 --total-timesteps 400 --learning-starts 160 --batch-size 64
-    --gradient-steps 15 --episodes 2 --learning-rate 0.01 --clip-batch-size 32"""
-
-
-@slow_but_for_cartpole
-@each_script
-def test_the_learning_and_the_round_played_meanwhile_see_nothing_of_each_other(
-    script, train, tmp_path, monkeypatch
+@pytest.mark.parametrize(("pool", "threads"), [(AtOnce, 1), (AtLast, 4)])
+def test_acting_learning_and_labelling_see_nothing_of_each_other(
+    pool, threads, unbroken, tmp_path, monkeypatch
 ):
-    """A round is the policy's from before, whether it is played before, after or during the learning."""
-    module, sampled = SCRIPTS[script], []
-
-    class Spy(module.ReplayBuffer):
-        def sample(self, *sizes):
-            sampled.append(self.rounds)
-            return super().sample(*sizes)
-
-    monkeypatch.setattr(module, "ReplayBuffer", Spy)
-    for pool in (AtOnce, AtLast, ThreadPoolExecutor):
-        sampled.clear()
-        monkeypatch.setattr("clip_reward.ThreadPoolExecutor", pool)
-        run_dir = train(script, *SHORT, *FEW_STEPS.split(), "--run-dir", tmp_path / pool.__name__)
-        assert sampled == [k for k in (2, 3, 4) for _ in range(15)] and len(rounds(run_dir)) == 5
-        same_run(tmp_path / "AtOnce", run_dir)
+    """A round is the policy's from before, whether played before, after or during the learning, and the
+    same for any number of threads."""
+    monkeypatch.setattr("clip_reward.THREADS", threads)
+    monkeypatch.setattr("clip_reward.ThreadPoolExecutor", pool)
+    same_run(unbroken.run_dir, train(unbroken.script, *SHORT, "--run-dir", tmp_path / "run"))
 
 
-@pytest.mark.slow("mountaincar")
-@pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar"])
-def test_ground_truth_reward_is_what_the_flag_trains_on(script, train, tmp_path):
-    options = "--total-timesteps 6400 --num-envs 16 --episode-length 200 --gradient-steps 1".split()
-    options += ["--reward", "ground-truth", "--run-dir", tmp_path / "run"]
-    run_dir = train(script, *SHORT, *options)
-    states, rewards = rewards_of(run_dir)
-    assert torch.equal(rewards, SCRIPTS[script].ground_truth_reward(states)) and rewards.sum() > 0
+PROCESSES = multiprocessing.get_context("forkserver")  # which have imported what takes long
+PROCESSES.set_forkserver_preload([*SCRIPTS, "open_clip", "torch._dynamo", "pytest", "av"])
 
 
-@slow_but_for_cartpole
-@pytest.mark.parametrize(
-    "script, threshold", [*((script, None) for script in SCRIPTS), ("dqn_clip_cartpole", 0.5)]
-)
-def test_negative_prompts_make_the_reward_contrastive(script, threshold, train, tmp_path):
-    temperature = 0.3 if threshold is None else None  # with the model's own the car's start is worth 0.00
-    option = f"--temperature={temperature}" if threshold is None else f"--threshold={threshold}"
-    negatives = ["a pole leaning to the side", "a car in the valley", "a humanoid robot standing up"]
-    words = ["--total-timesteps=480", option, "--negative-prompt", *negatives]
-    run_dir = train(script, *SHORT, *words, "--run-dir", tmp_path / "run")
-    settings = load(run_dir / "checkpoint.pt")["settings"]
-    states, rewards = rewards_of(run_dir)
-    how = {"precision": settings["precision"], "negative_prompts": negatives, "temperature": temperature}
-    p = CLIPReward("tiny", settings["prompt"], **how)(RENDER[script](states))
-    if threshold is None:
-        torch.testing.assert_close(rewards, p, atol=2e-3, rtol=0)
-        assert rewards.std() > 3e-3 and 0 <= rewards.min() and rewards.max() <= 1
-    else:
-        clear = (p - threshold).abs() > 1e-3
-        assert torch.equal(rewards[clear], (p > threshold).float()[clear])
-    train(script, "--resume", run_dir)  # brings the negatives along
+def as_a_user(script: str, words: list[str], log: Path, where: str, n: int, sign: int) -> None:
+    """A process runs a script until, in the n-th call of what is named, it gets a signal."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    owner, _, name = where.rpartition(".")
+    own, calls = getattr(pkgutil.resolve_name(owner), name), count(1)
+
+    def deadly(*arguments, **options):
+        if next(calls) == n:
+            if name == "write_bytes":  # in the middle of a file
+                own(arguments[0], arguments[1][:1000])
+            os.kill(os.getpid(), sign)
+        return own(*arguments, **options)
+
+    setattr(pkgutil.resolve_name(owner), name, deadly)
+    sys.argv = [f"{script}.py", *words]
+    runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
 
 
-# ---- Each script as a user runs it
-
-
-@pytest.fixture(scope="module", params=SCRIPTS)
-def unbroken(request, tmp_path_factory) -> tuple[str, Path]:
-    """A short run that nothing disturbed -> script, run folder."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    out = run(request.param, *SHORT, "--run-dir", folder / "run", folder=folder, OMP_NUM_THREADS="2")
-    assert "CLIP model tiny" in out and "no evidence of zero-shot" in out
-    untrained = f"learned nothing: success rate 0.00, clip return {curve(folder / 'run')[0][1]:.2f}"
-    assert untrained in out and "whatever the prompt says" not in out
-    return request.param, folder / "run"
-
-
-@pytest.fixture
-def copied(unbroken, tmp_path) -> tuple[str, Path]:
-    """Script and a copy of its run's folder."""
-    shutil.copytree(unbroken[1], tmp_path / "run")
-    return unbroken[0], tmp_path / "run"
-
-
-def test_a_run_leaves_what_it_promises(unbroken):
-    _, run_dir = unbroken
-    figures = result(run_dir)
-    assert {"success_rate", "clip_return", "ground_truth_return", "settings", "versions"} <= set(figures)
-    assert figures["settings"]["seed"] == 3 and not list(run_dir.rglob("*tmp"))
-    with av.open(str(run_dir / "result.mp4")) as video:
-        assert video.streams.video[0].codec_context.name == "h264"
-        assert video.streams.video[0].format.name == "yuv420p"
-        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
-    assert len(frames) == 3 * figures["settings"]["episode_length"]
-    assert abs(frames[0].astype(int) - frames[25]).max() > 50  # something moves
-    events = EventAccumulator(str(run_dir), {"images": 0, "scalars": 0}).Reload()
-    charts = {"charts/clip_return", "charts/ground_truth_return", "charts/success_rate", "charts/SPS"}
-    assert charts <= set(events.Tags()["scalars"])
-    losses = [name for name in events.Tags()["scalars"] if name.startswith("losses/")]
-    assert losses and len(curve(run_dir)) == 12
-    assert all(step in range(480, 1441, 120) for name in losses for step, _ in curve(run_dir, name))
-    assert curve(run_dir, "result/clip_return") == [(1441, pytest.approx(figures["clip_return"]))]
-    assert [event.step for event in events.Images("frames")][:3] == [240, 480, 720]
-    evaluations = curve(run_dir, "evaluation/clip_return")
-    assert [step for step, _ in evaluations] == list(range(240, 1441, 240))
-    highest = [max(earned for _, earned in evaluations[: k + 1]) for k in range(len(evaluations))]
-    alike = [k for k, (_, earned) in enumerate(evaluations) if earned >= 0.999 * highest[k]]
-    best = load(run_dir / "best.pt")  # the newest of those that earn what the best before earns, within 0.1 %
-    assert best["step"] == evaluations[alike[-1]][0]
-    assert best["best_return"] == pytest.approx(highest[alike[-1]], rel=1e-6)
-
-
-def test_the_rounds_are_what_was_played_and_clips_rewards_of_the_states_after_the_steps(unbroken):
-    """Of twelve rounds of 4 x 30 steps the last nine are kept; they are played again with their actions."""
-    script, run_dir = unbroken
-    settings, kept = load(run_dir / "checkpoint.pt")["settings"], rounds(run_dir)
-    assert sorted(kept) == list(range(3, 12))
-    for number in (3, 11):
-        seed = np.random.SeedSequence((3, number)).generate_state(2)[0].item()
-        envs = ENVS[script](4, SCRIPTS[script].Args(episode_length=30))
-        states, all_actions, _ = kept[number]
-        force = 0.4 if script == "sac_clip_humanoid" else 1
-        assert np.allclose(envs.reset(seed=seed)[0], states[0], atol=1e-6)
-        for t, actions in enumerate(all_actions):
-            assert np.allclose(envs.step(force * actions.numpy())[0], states[t + 1], atol=1e-4, rtol=1e-4)
-    prompts = settings["prompt"], settings["baseline_prompt"], settings["goal_baseline_alpha"]
-    reward_model = CLIPReward("tiny", *prompts, precision=settings["precision"])
-    states, _, rewards = kept[11]
-    after, before = (reward_model(RENDER[script](s.flatten(0, 1))) for s in (states[1:], states[:-1]))
-    torch.testing.assert_close(rewards.flatten(), after, atol=1e-4, rtol=0)
-    assert (before - rewards.flatten()).abs().max() > 1e-3
-
-
-# What kills or interrupts the process, in the middle of the n-th call. A save writes half of its file before.
-KILLER = """
-import imageio.v3, os, signal, torch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background does not hear it
-owner, name, left = {}, "{}", [None] * {}
-own = getattr(owner, name)
-def deadly(*args, **kwargs):
-    left.pop()
-    if not left:
-        if name == "save":
-            own(*args)
-            os.truncate(args[1], os.path.getsize(args[1]) // 2)
-        os.kill(os.getpid(), signal.{})
-    return own(*args, **kwargs)
-setattr(owner, name, deadly)
-"""
 MOMENTS = [
-    ("torch", "save", 2, "SIGKILL"),  # the first round's file
-    ("torch", "save", 5, "SIGKILL"),  # a checkpoint, after its round's file and best.pt
-    ("torch.optim.Adam", "step", 5, "SIGINT"),  # Ctrl-C, in the first round that learns
-    ("os", "replace", 7, "SIGKILL"),
-    ("os", "replace", 10, "SIGKILL"),
-    ("imageio.v3", "imwrite", 2, "SIGKILL"),  # the video
+    ("pathlib.Path.write_bytes", 2, signal.SIGKILL, 0),  # the first round's file; 0 steps are kept
+    (
+        "pathlib.Path.write_bytes",
+        6,
+        signal.SIGKILL,
+        30,
+    ),  # the checkpoint after the first evaluation and best.pt
+    ("torch.optim.Adam.step", 4, signal.SIGINT, None),  # Ctrl-C while it learns
+    ("os.replace", 2, signal.SIGKILL, None),  # a round's file is there, but has no name yet
+    ("PIL.Image.fromarray", 5, signal.SIGKILL, 180),  # in the film
+    ("os.replace", 99, signal.SIGKILL, 180),  # never
 ]
 
 
-def test_killed_or_interrupted_in_the_middle_and_resumed_is_the_unbroken_run(unbroken, tmp_path, request):
-    """Two scripts without --slow by Ctrl-C alone, which says how to go on."""
-    script, whole = unbroken
-    words, steps = [*SHORT, "--run-dir", "run"], []
-    all_moments = script == "dqn_clip_cartpole" or request.config.getoption("--slow")
-    for moment in MOMENTS if all_moments else MOMENTS[2:3]:
-        process = start(script, *words, folder=tmp_path, before=KILLER.format(*moment))
-        _, err = process.communicate(timeout=300)
-        if "SIGINT" in moment:
-            assert process.returncode == 130 and "Traceback" not in err and "--resume" in err
-        else:
-            assert process.returncode == -signal.SIGKILL, err
-        steps.append(load(tmp_path / "run" / "checkpoint.pt")["step"])
-        words = ["--resume", "run"]
-    assert steps == sorted(set(steps)) and 360 in steps
-    assert (steps[0], steps[-1]) == ((0, 1440) if all_moments else (360, 360))
-    run(script, *words, folder=tmp_path)
-    same_run(whole, tmp_path / "run")
-    assert curve(tmp_path / "run", "result/clip_return") == curve(whole, "result/clip_return")  # once
+@pytest.mark.slow("humanoid", "mountaincar")
+def test_a_run_killed_at_any_moment_and_resumed_is_the_unbroken_run(unbroken, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    words = [*SHORT, "--run-dir", str(run_dir)]
+    for where, n, sign, kept in MOMENTS:
+        process = PROCESSES.Process(target=as_a_user, args=(unbroken.script, words, log, where, n, sign))
+        process.start()
+        process.join(300)
+        expected = 0 if n == 99 else 130 if sign == signal.SIGINT else -sign
+        assert process.exitcode == expected and "Traceback" not in log.read_text(), log.read_text()
+        assert kept in (None, read(run_dir / "checkpoint.pt")["step"])
+        words = ["--resume", str(run_dir)]
+    same_run(unbroken.run_dir, run_dir)
 
 
-@pytest.mark.slow
-def test_any_number_of_cores_gives_the_same_run(unbroken, tmp_path):
-    script, two = unbroken
-    run(script, *SHORT, "--run-dir", "run", folder=tmp_path, OMP_NUM_THREADS="1")
-    same_run(two, tmp_path / "run")
-
-
-def test_a_finished_run_is_lengthened_with_other_settings_and_by_any_clock(copied, train, monkeypatch):
-    """The clock was set back: the curves stay whole, and the shorter run's result goes."""
+def test_a_finished_run_is_lengthened_with_other_settings(copied):
     script, run_dir = copied
-    before = curve(run_dir)
-    monkeypatch.setattr(time, "time", lambda: 1.0)
-    train(script, "--total-timesteps", 1700, "--learning-rate", 1e-5, "--resume", run_dir)
-    kept = load(run_dir / "checkpoint.pt")
-    assert kept["step"] == 1800
+    before = curves(run_dir)
+    train(script, "--total-timesteps", 200, "--learning-rate", 1e-5, "--resume", run_dir)
+    kept = read(run_dir / "checkpoint.pt")
+    assert kept["step"] == 210 and sorted(rounds(run_dir)) == [3, 4, 5, 6]
     assert kept["settings"]["learning_rate"] == 1e-5 and kept["settings"]["seed"] == 3
     optimizer = next(value for name, value in kept.items() if name.endswith("optimizer"))
-    share = 1 if script == "sac_clip_mountaincar" else 1 - 1680 / 1700  # of the last round
+    share = 1 if script == "sac_clip_mountaincar" else 1 - 180 / 200
     assert optimizer["param_groups"][0]["lr"] == pytest.approx(1e-5 * share)
-    assert curve(run_dir)[:12] == before and [step for step, _ in curve(run_dir)[12:]] == [1560, 1680, 1800]
-    assert [step for step, _ in curve(run_dir, "result/clip_return")] == [1801]
-    assert sorted(rounds(run_dir)) == list(range(6, 15))
+    assert all(found[:-1] == before[name] and found[-1][0] == 210 for name, found in curves(run_dir).items())
+    assert read(run_dir / "result.json")["settings"]["total_timesteps"] == 200
 
 
-@slow_but_for_cartpole
-def test_evaluate_a_checkpoint(copied, tmp_path):
-    script, run_dir = copied
-    before = {path: path.stat().st_mtime_ns for path in run_dir.iterdir()}
-    out = run(script, "--evaluate", "run/best.pt", folder=tmp_path)
-    figures = json.loads((run_dir / "best_evaluation.json").read_text())
-    for name in ("success_rate", "clip_return", "ground_truth_return"):
-        assert figures[name] == result(run_dir)[name]
-    assert "success rate" in out and (run_dir / "best_evaluation.mp4").stat().st_size > 1000
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    shutil.copy(run_dir / "checkpoint.pt", tmp_path / "policy.ckpt")
-    run(script, *"--evaluate policy.ckpt --episodes 10 --seed 1 --run-dir other".split(), folder=tmp_path)
-    settings = json.loads((tmp_path / "other" / "policy_evaluation.json").read_text())["settings"]
-    assert settings["episodes"] == 10 and settings["seed"] == 1 and settings["num_envs"] == 4
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "other", "policy.ckpt"}
+# ---- Mistakes and strangers
 
-
-BAD = [
-    ("--clip-model ViT-B-23/openai", "did you mean ViT-B-32"),
-    ("--clip-model local-dir:/no/such", "/no/such/open_clip_config.json"),
-    ("--clip-model ''", "unknown CLIP model ''"),
-    ("--clip-model FILE", "local-dir:FOLDER"),
-    ("--clip-model no/such.py", "no reward program"),
-    ("--goal-baseline-alpha 1.5", "--goal-baseline-alpha must lie between 0 and 1, not 1.5"),
-    ("--prompt ''", "prompt is empty"),
-    ("--prompt", "prompt is empty"),
-    ("--prompt '" + "upright " * 40 + "'", "too long for this model"),
-    ("--prompt pole upright on the cart", "--prompt takes sentences, not words: put quotes around each"),
-    ("--negative-prompt pole lying", "--negative-prompt takes sentences"),
-    ("--device cuda", "no CUDA GPU"),
-    ("--device cpu:3", None),
+MISTAKES = [  # on the command line, what the line says; None: the framed words of tyro
     ("--no-such-flag", None),
-    ("--track", "pip install wandb"),
-    ("--num-envs 0", "--num-envs must be at least 1"),
-    ("--learning-rate 2", "--learning-rate must lie between 0 and 1"),
-    ("--learning-starts -1", "--learning-starts must be at least 0"),
-    ("--threshold 1.5", "the threshold in [-1, 1)"),
-    ("--negative-prompt x --temperature 0", "temperature must be above 0"),
-    ("--total-timesteps 3200 --learning-starts 3200", "nothing would be learned"),
-    ("--total-timesteps 100 --learning-starts 0", "nothing would be learned"),
-    ("--run-dir FILE/run", "FILE"),
-    ("--run-dir .", "exists"),
-    ("--resume ''", "checkpoint.pt is missing"),
-    ("--resume no/such/run", "no/such/run/checkpoint.pt is missing"),
-    ("--evaluate FILE", "is missing, damaged, or no checkpoint"),
-    ("--evaluate RUN", "is missing, damaged, or no checkpoint"),
-    ("--evaluate FOREIGN", "is no checkpoint of"),
+    ("--device cpu:3", None),
+    ("--prompt a humanoid robot", "put quotes around it"),
+    ("--baseline-prompt pole and cart", "put quotes around it"),
+    ("--device cuda", "no CUDA GPU"),
+    ("--total-timesteps 6400 --learning-starts 6400 --num-envs 1", "nothing would be learned"),
+    ("--total-timesteps 100 --learning-starts 0 --num-envs 1", "nothing would be learned"),
+    ("--episode-length 2", "--n-step"),
+    ("--clip-model ViT-B-23/openai", "cannot load ViT-B-23/openai"),
+    ("--clip-model local-dir:/no/such", "cannot load local-dir:/no/such"),
+    ("--goal-baseline-alpha 1.5", "α in [0, 1]"),
+    ("--prompt '" + "upright " * 80 + "'", "tokens"),
+    ("--run-dir RUN", "exists"),
+    ("--run-dir FILE/run", "FILE/run"),
+    ("--resume no/such/run", "no/such/run/checkpoint.pt is no checkpoint"),
+    ("--resume RUN --run-dir other", "began with run_dir"),
+    ("--resume RUN --buffer-size 1000", "began with buffer_size 100,"),
+    ("--resume RUN --seed 4", "began with seed 3,"),
+    ("--resume RUN --prompt 'of another goal'", "began with prompt"),
+    ("--resume OTHER", "OTHER/checkpoint.pt is no checkpoint of this script"),
+    ("--evaluate FILE", "FILE is no checkpoint of this script"),
+    ("--evaluate OTHER/checkpoint.pt", "is no checkpoint of this script"),
     ("--evaluate PROGRAMS", None),  # of a reward program, which has to be named
 ]
 
 
-@pytest.mark.parametrize("arguments, expected", BAD)
+@pytest.mark.parametrize(("words", "expected"), MISTAKES)
 def test_likely_mistakes_are_one_line_and_leave_nothing(
-    arguments, expected, unbroken, tmp_path, call, monkeypatch, capsys
+    words, expected, unbroken, tmp_path, refused, monkeypatch
 ):
-    script, run_dir = unbroken
-    if "cuda" in arguments and torch.cuda.is_available():
+    if "cuda" in words and torch.cuda.is_available():
         pytest.skip("that --device cuda is refused where there is no GPU can only be seen without one")
-    best = load(run_dir / "best.pt")
+    best = read(unbroken.run_dir / "best.pt")
     (tmp_path / "FILE").write_text("not a checkpoint")
-    torch.save(best | {"script": "copy_of_it"}, tmp_path / "FOREIGN")
-    torch.save(best | {"settings": best["settings"] | {"clip_model": "/a.py"}}, tmp_path / "PROGRAMS")
-    left = sorted(tmp_path.rglob("*"))
-    device = [] if "--device" in arguments or "--resume" in arguments else ["--device", "cpu"]
+    (tmp_path / "OTHER").mkdir()
+    other = next(module for script, module in SCRIPTS.items() if script != unbroken.script)
+    torch.save(best | {"settings": asdict(other.Args())}, tmp_path / "OTHER/checkpoint.pt")
+    program = {"clip_model": f"{ROOT}/code_reward/programs/cartpole.py"}
+    torch.save(best | {"settings": best["settings"] | program}, tmp_path / "PROGRAMS")
+    files = [tmp_path, unbroken.run_dir]
+    left = [{path: path.stat().st_mtime_ns for path in folder.rglob("*")} for folder in files]
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(arguments.replace("RUN", str(run_dir)))
-    if "FILE/run" not in arguments:
-        unwanted = "open_clip.create_model_from_pretrained"
-        monkeypatch.setattr(unwanted, lambda *_, **__: pytest.fail("loaded a model"))
-    # SystemExit is tyro's, which frames its errors.
-    with pytest.raises(SystemExit if expected is None else (UsageError, OSError)) as stopped:
-        call(SCRIPTS[script], *words, *device)
-    assert "Traceback" not in capsys.readouterr().err
-    if expected is None:
-        assert stopped.value.code == 2
-    else:
-        assert expected in str(stopped.value) and "\n" not in str(stopped.value)
-    assert sorted(tmp_path.rglob("*")) == left
+    device = [] if "--device" in words or "--resume" in words else ["--device", "cpu"]
+    error = refused(unbroken.script, *shlex.split(words.replace("RUN", str(unbroken.run_dir))), *device)
+    assert expected is None or error.startswith("error: ") and expected in error, error
+    assert left == [{path: path.stat().st_mtime_ns for path in folder.rglob("*")} for folder in files]
 
 
-@pytest.mark.slow
-@each_script
-def test_an_error_is_a_line_and_exit_code_2(script, tmp_path):
-    process = start(script, "--clip-model", "ViT-B-23/openai", "--device", "cpu", folder=tmp_path)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and err.startswith(f"{script}.py: error: "), err
-    assert err.count("\n") == 1 and "ViT-B-23" in err and not list(tmp_path.iterdir())
+def test_an_entropy_coefficient_of_0_has_no_logarithm(refused):
+    assert "--ent-coef must be above 0" in refused("sac_clip_humanoid", "--ent-coef", 0, "--device", "cpu")
 
 
-def test_a_strangers_files_run_nothing(copied, code, call, monkeypatch):
-    """Code in a checkpoint or in a round; and the settings of a checkpoint steer nothing."""
-    script, run_dir = copied
-    monkeypatch.chdir(run_dir.parent)
-    kept = load(run_dir / "checkpoint.pt")
-    for content in (kept | {"step": code}, kept | {"settings": code}, {"round": code}):
-        torch.save(content, "run/checkpoint.pt")
-        for words in (["--evaluate", "run/checkpoint.pt"], ["--resume", "run"]):
-            with pytest.raises((pickle.UnpicklingError, UsageError)):
-                call(SCRIPTS[script], *words)
-    settings = kept["settings"] | {"evaluate": "run/best.pt", "run_dir": "elsewhere", "resume": "elsewhere"}
-    torch.save(kept | {"settings": settings}, "run/checkpoint.pt")
-    args = SCRIPTS[script].read_settings()
-    assert (args.resume, args.evaluate, args.run_dir) == ("run", None, "run")
-    assert not Path("ran").exists() and not Path("elsewhere").exists()
+@pytest.mark.parametrize(
+    "words", ["--prompt 人形机器人 跪着", "--negative-prompt fallen lying", "--prompt up"]
+)
+def test_prompts_that_are_none_of_these_mistakes_pass(words):
+    with command_line("dqn_clip_cartpole", "--device", "cpu", *words.split()) as module:
+        args = module.read_settings(module.Args)
+    assert [*args.prompt, *args.negative_prompt][-1] == words.split()[-1]
 
 
-def test_damaged_and_changed_files_are_a_line(copied, train):
-    script, run_dir = copied
-    kept = load(run_dir / "checkpoint.pt")
-    weights = max(kept["policy"].values(), key=torch.numel)
-    for name, tensor in (("checkpoint.pt", weights), ("rounds/7.pt", rounds(run_dir)[7][0])):
-        content = (run_dir / name).read_bytes()
-        flipped = bytearray(content)
-        flipped[content.index(tensor.numpy().tobytes()) + 9] ^= 4  # PyTorch would load it
-        for broken in (flipped, content[:-300]):
-            (run_dir / name).write_bytes(broken)
-            with pytest.raises(UsageError, match=f"{name} is missing, damaged"):
-                train(script, "--resume", run_dir)
-        (run_dir / name).write_bytes(content)
-    smaller = {name: value[..., :-1] for name, value in kept["policy"].items() if value.dim()}
-    for change, message in (
-        ({"policy": kept["policy"] | smaller}, "has other networks than this"),
-        ({"reward": kept["reward"].roll(1)}, "another reward model, or its weights have changed"),
-        ({"reward": kept["reward"][:9]}, "another reward model, or its weights have changed"),
-    ):
-        torch.save(kept | change, run_dir / "checkpoint.pt")
-        with pytest.raises(UsageError, match=message):
-            train(script, "--resume", run_dir)
-    torch.save(kept, run_dir / "checkpoint.pt")
-    with pytest.raises(UsageError, match="can only be made longer"):
-        train(script, "--total-timesteps=720", "--resume", run_dir)
-    for other in ("--seed=4", "--num-envs=1", "--goal-baseline-alpha=0.25", "--prompt=of another goal"):
-        with pytest.raises(UsageError, match=f"this run began with {other.partition('=')[0]}"):
-            train(script, other, "--resume", run_dir)
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("--negative-prompt goal --prompt goal --goal-baseline-alpha 0", "the reward is the same everywhere"),
+    ("--learning-rate 1e30", "losses are not finite"),
+])  # fmt: skip
+def test_what_cannot_be_learned_stops_with_a_line(words, expected, script, refused, tmp_path):
+    error = refused(script, *SHORT, *words.split(), "--run-dir", tmp_path / "run")
+    assert error.startswith("error: ") and expected in error
 
 
-def test_a_run_is_not_resumed_while_it_goes_on(copied, train, monkeypatch):
-    """Nor is its checkpoint read before; and a file system without locks is no obstacle."""
-    import fcntl
-
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(copied, refused):
     script, run_dir = copied
     before = (run_dir / "checkpoint.pt").read_bytes()
-    with open(run_dir / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="belongs to a training that still goes on"):
-            train(script, "--resume", run_dir)
+    _, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit))  # of each file
+    try:
+        error = refused(script, "--total-timesteps", 200, "--resume", run_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    assert error.startswith("error: ")
     assert (run_dir / "checkpoint.pt").read_bytes() == before
 
-    def no_locks(*_):
-        raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+def test_damaged_and_other_checkpoints_are_a_line_and_older_ones_are_read(copied, monkeypatch):
+    script, run_dir = copied
+    path = run_dir / "checkpoint.pt"
+    content, kept = path.read_bytes(), torch.load(path, weights_only=True)
+    smaller = {name: value[..., :-1] for name, value in kept["policy"].items() if value.dim()}
+    optimizer = next(name for name in kept if name.endswith("optimizer"))
+    monkeypatch.setattr(SCRIPTS[script], "Labeller", lambda *_: SimpleNamespace(device=CPU))
+    broken = [{}, {"settings": {}}, kept | {"policy": kept["policy"] | smaller}, kept | {optimizer: {}}]
+    broken += [{key: value for key, value in kept.items() if key != name} for name in ("policy", optimizer)]
+    for damaged in (b"", content[: len(content) // 2], *broken):
+        torch.save(damaged, path) if isinstance(damaged, dict) else path.write_bytes(damaged)
+        with pytest.raises(UsageError, match="checkpoint.pt is no checkpoint of this script"):
+            train(script, "--resume", run_dir)
+    del kept["settings"]["n_step"]
+    kept["settings"]["evaluate"] = "a stranger's.pt"  # steers nothing
+    torch.save(kept, path)
+    with command_line(script, "--resume", run_dir) as module:
+        args = module.read_settings(module.Args)
+    assert args.n_step == module.Args().n_step and args.evaluate is None
+
+
+def test_a_strangers_files_run_nothing(copied, code, monkeypatch):
+    """Code in a checkpoint or in a round."""
+    script, run_dir = copied
+    monkeypatch.chdir(run_dir.parent)
+    kept = torch.load("run/checkpoint.pt", weights_only=True)
+    for content in (kept | {"step": code}, kept | {"settings": code}):
+        torch.save(content, "run/checkpoint.pt")
+        for words in (["--evaluate", "run/checkpoint.pt"], ["--resume", "run"]):
+            with pytest.raises(UsageError):
+                train(script, *words)
+    torch.save(kept, "run/checkpoint.pt")
+    torch.save({"round": code}, "run/rounds/4.pt")
+    with pytest.raises(Exception, match="mkdir"):
+        train(script, "--resume", "run")
+    assert not Path("ran").exists()
+
+
+OTHER_LOOK = {
+    "dqn_clip_cartpole": ("COLORS", ((255, 255, 255), (101, 152, 202), (129, 132, 203))),
+    "sac_clip_mountaincar": ("CAR", {"realistic": sac_clip_mountaincar.CAR["original"]}),
+    "sac_clip_humanoid": ("COLORS", dict.fromkeys(sac_clip_humanoid.COLORS, "#20e020")),
+}
+
+
+@pytest.mark.parametrize("changed", ["rendering", "weights"])
+def test_a_run_goes_on_with_no_other_reward(changed, copied, monkeypatch):
+    script, run_dir = copied
+    make_reward = SCRIPTS[script].make_reward
+
+    def other_weights(*arguments):
+        reward_model = make_reward(*arguments)
+        for weight in reward_model.model.visual.parameters():
+            weight.mul_(1.1)
+        return reward_model
+
+    look = {"rendering": OTHER_LOOK[script], "weights": ("make_reward", other_weights)}[changed]
+    monkeypatch.setattr(SCRIPTS[script], *look)
+    with pytest.raises(UsageError, match="began with another reward"):
+        train(script, "--resume", run_dir)
+
+
+# ---- Other rewards
+
+
+@pytest.mark.slow("mountaincar")
+@pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar"])
+def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path, monkeypatch):
+    """CartPole's is standardized where it is learned from."""
+    module, learned = SCRIPTS[script], []
+    sample = module.sample
+    monkeypatch.setattr(module, "sample", lambda *given: learned.append(given[0][2]) or sample(*given))
+    words = "--total-timesteps 300 --episode-length 40 --reward ground-truth".split()
+    run_dir = train(script, *SHORT, *words, "--run-dir", tmp_path / "run")
+    states, _, rewards = map(torch.stack, zip(*rounds(run_dir).values()))
+    truth = module.ground_truth_reward(states[:, 1:].flatten(0, 2))
+    assert torch.equal(rewards.flatten(), truth) and (
+        script == "sac_clip_mountaincar" or 0 < truth.mean() < 1
+    )
+    if script == "dqn_clip_cartpole":
+        assert learned[-1].mean().abs() < 1e-5 and learned[-1].std().item() == pytest.approx(1, abs=0.01)
     train(script, "--resume", run_dir)
 
 
-@each_script
-def test_what_cannot_be_learned_stops_with_a_line(script, train, tmp_path, monkeypatch):
-    """Rewards that are the same in all states or no numbers, and losses that are not finite."""
-    same_everywhere = ["--negative-prompt", "the goal", "--prompt", "the goal", "--goal-baseline-alpha=0"]
-    for k, (words, message) in enumerate((
-        (["--negative-prompt", "x", "--threshold=1"], "threshold in"),
-        (same_everywhere, "same in all states"),
-        (["--negative-prompt", "x", "--temperature=1e-42"], "NaN or infinite"),
-        ([], "losses are not finite"),
-    )):  # fmt: skip
-        if not words:
-            update = "dqn_update" if script == "dqn_clip_cartpole" else "sac_update"
-            monkeypatch.setattr(SCRIPTS[script], update, lambda *_: {"loss": torch.tensor(torch.nan)})
-        with pytest.raises(UsageError, match=message):
-            train(script, *SHORT, *words, "--run-dir", tmp_path / str(k))
-
-
-@pytest.mark.slow
-def test_tracking_lets_wandb_choose_the_run_and_keeps_it_in_the_folder(train, tmp_path, monkeypatch):
-    started = []
-    wandb = SimpleNamespace(init=lambda **how: started.append(how), __spec__=True)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    one, other = tmp_path / "a/run_1", tmp_path / "b/run_1"
-    for folder in (one, other):
-        train("dqn_clip_cartpole", *SHORT, "--total-timesteps=480", "--track", "--run-dir", folder)
-    train("dqn_clip_cartpole", "--resume", other)
-    assert [how["dir"] for how in started] == [str(one), str(other), str(other)]
-    assert all(how["resume"] == "auto" and "id" not in how and how["sync_tensorboard"] for how in started)
-
-
-@pytest.mark.parametrize("script, ours, papers", [
-    ("dqn_clip_cartpole", 64_000, 3_000_000),
-    ("sac_clip_mountaincar", 64_000, 3_000_000),
-    ("sac_clip_humanoid", 128_000, 10_000_000),
-])  # fmt: skip
-def test_steps_are_ours_with_tiny_and_the_papers_with_other_models(script, ours, papers, monkeypatch):
-    for words, expected in (
-        ("tiny", ours),
-        ("code_reward/programs/cartpole.py", ours),
-        ("ViT-B-32/openai", papers),
-        ("ViT-B-32/openai --total-timesteps 70000", 70_000),
-    ):
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", "--device", "cpu", "--clip-model", *words.split()])
-        args = SCRIPTS[script].read_settings()
-        assert args.total_timesteps == expected and str(os.getpid()) in args.run_dir
-        if script != "sac_clip_humanoid":
-            assert args.evaluate_every == (6_400 if expected == ours else 64_000)
-
-
-@pytest.mark.slow
-def test_the_humanoid_needs_no_opengl(tmp_path):
-    assert "--task" in run("sac_clip_humanoid", "--help", folder=tmp_path, MUJOCO_GL="osmesa")
+@pytest.mark.parametrize("how", [{"temperature": 0.3}, {"threshold": 0.5}])
+def test_negative_prompts_make_the_reward_contrastive(how, tmp_path):
+    negatives = ["a pole leaning to the side", "a cart in the corner"]
+    words = ["--total-timesteps=90", *(f"--{name}={value}" for name, value in how.items())]
+    words += ["--negative-prompt", *negatives, "--run-dir", tmp_path / "run"]
+    run_dir = train("dqn_clip_cartpole", *SHORT, *words)
+    states, _, rewards = map(torch.stack, zip(*rounds(run_dir).values()))
+    reward = CLIPReward("tiny", dqn_clip_cartpole.Args().prompt, negative_prompts=negatives, **how)
+    expected = reward(render_cart(states[:, 1:].flatten(0, 2)))
+    torch.testing.assert_close(rewards.flatten(), expected, atol=1e-4, rtol=0)
+    train("dqn_clip_cartpole", "--resume", run_dir)  # brings the negatives along
