@@ -196,10 +196,10 @@ def spread(values: list[float]) -> str:
     return f"{np.mean(values):.2f}{brackets}"
 
 
-def runs_table(claim: str, output: Path, late: bool = False) -> str:
+def runs_table(*claims: str, output: Path, late: bool = False) -> str:
     """A line for each kind of run, with all its seeds; late: with the success in the second half of training."""
     lines = []
-    for kind, group in groupby(read(output / f"{claim}.csv"), kind_of):
+    for kind, group in groupby([row for claim in claims for row in read(output / f"{claim}.csv")], kind_of):
         rows = list(group)
         success = [float(row["success_rate"]) for row in rows]
         good = sum(rate >= 0.9 for rate in success)
@@ -249,8 +249,11 @@ def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> s
 LOOP = ("script", "CLIP model", "precision", "encode_image", "update", "loop", "efficiency (range)")
 PLAIN = ("script", "ours", "ours ÷ every step", "ours ÷ end of episode")
 VIT_TOO = ("throughput", "throughput_vit_bf16", "throughput_vit_fp32")
-TABLES = {claim: partial(runs_table, claim) for claim in CLAIMS if claim != "ladder"} | {
+ALONE = ("cartpole", "mountaincar", "figure3", "prompts", "preferences", "shaping")
+TABLES = {claim: partial(runs_table, claim) for claim in ALONE} | {
     "mattered": partial(runs_table, "mattered", late=True),
+    "table1": partial(runs_table, "table1", "precision"),
+    "rewards": partial(runs_table, "contrastive", "threshold"),
     "agreement": partial(judged_table, "cartpole", "mountaincar", *TASKS),
     "robustness": partial(printed_table, "robustness", columns=("the picture", "α = 0", "α = 1")),
     "throughput": partial(printed_table, *VIT_TOO, columns=LOOP),
