@@ -80,20 +80,20 @@ class CLIPReward(torch.nn.Module):
         import open_clip
 
         super().__init__()
-        if (
-            not prompts
-            or not 0 <= alpha <= 1
-            or (alpha > 0 and not baseline_prompts and not negative_prompts)
-        ):
+        lacks_baseline = alpha > 0 and not baseline_prompts and not negative_prompts
+        if not prompts or not 0 <= alpha <= 1 or lacks_baseline:
             raise UsageError("it takes a prompt, α in [0, 1], and for α > 0 a baseline prompt")
         try:
             name, how = find_clip_model(clip_model)
             self.tokenizer = open_clip.get_tokenizer(name)
             how |= {"precision": precision, "return_transform": False}
-            model = open_clip.create_model_from_pretrained(name, **how)
+            self.model = open_clip.create_model_from_pretrained(name, **how).to(device)
+            self.eval().requires_grad_(False)
+            goal = self.embed_text(prompts).mean(0)  # (D,)
+            baseline = self.embed_text(baseline_prompts or prompts).mean(0)
+            negatives = self.embed_text(negative_prompts) if negative_prompts else None  # (K, D)
         except Exception as error:  # files and downloads fail in many ways
-            raise UsageError(f"cannot load {clip_model}: {' '.join(str(error).split())[:300]}") from error
-        self.model = model.to(device).eval().requires_grad_(False)
+            raise UsageError(f"cannot use {clip_model}: {' '.join(str(error).split())[:300]}") from error
         self.model.visual.to(memory_format=torch.channels_last)  # convolutions are up to twice as fast
         self.alpha = alpha
         self.threshold = threshold
@@ -101,9 +101,6 @@ class CLIPReward(torch.nn.Module):
         self.input_dtype = open_clip.get_input_dtype(precision) or torch.float32
         self.temperature = temperature or 1 / self.model.logit_scale.exp().item()
 
-        goal = self.embed_text(prompts).mean(0)  # (D,)
-        baseline = self.embed_text(baseline_prompts or prompts).mean(0)
-        negatives = self.embed_text(negative_prompts) if negative_prompts else None  # (K, D)
         cfg = self.model.visual.preprocess_cfg  # the model's own, never constants of ours
         size = cfg["size"]
         self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width

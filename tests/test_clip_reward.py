@@ -309,7 +309,7 @@ def test_a_strangers_model_runs_nothing_and_asks_nothing(stranger, of_text, conf
     stranger(Path(), of_text, config, tokenizer)
     if not weights:  # of the whole: then transformers looks for the tower's
         Path(WEIGHTS).unlink()
-    with pytest.raises(UsageError, match="cannot load"):
+    with pytest.raises(UsageError, match="cannot use"):
         CLIPReward("local-dir:.", GOAL)
 
 
@@ -322,14 +322,14 @@ def test_pickled_weights_run_nothing(small_clip, code, tmp_path, monkeypatch):
     np.savez("evil.npz", image=np.array([code], dtype=object))
     names = ("evil.pt", "old.pt", "evil.npz")
     for name in (f"local-dir:{small_clip.parent}", *(f"test-clip/{file}" for file in names)):
-        with pytest.raises(UsageError, match="cannot load"):
+        with pytest.raises(UsageError, match="cannot use"):
             CLIPReward(name, GOAL)
     assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ({"clip_model": "ViT-B-32"}, "cannot load ViT-B-32"),
-    ({"clip_model": "tinny"}, "cannot load tinny"),
+    ({"clip_model": "ViT-B-32"}, "cannot use ViT-B-32"),
+    ({"clip_model": "tinny"}, "cannot use tinny"),
     ({"clip_model": "local-dir:no/such"}, "no/such"),
     ({"alpha": float("nan")}, "α in"),
     ({"alpha": 0.5}, "a baseline prompt"),
@@ -353,7 +353,7 @@ def test_hub_out_of_reach_is_one_line(tmp_path, name):
     command = [sys.executable, HERE / "dqn_clip_cartpole.py", "--device=cpu", f"--clip-model={name}"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"cannot load {name}" in done.stderr
+    assert f"cannot use {name}" in done.stderr
     assert not list(tmp_path.rglob("*.incomplete")) and not list(tmp_path.rglob("open_clip*"))
 
 
@@ -406,5 +406,5 @@ def test_weights_are_fetched_and_found_again_without_the_hub(name, hub, small_cl
 def test_a_strangers_model_from_the_hub_runs_nothing(of_text, hub, stranger, tmp_path):
     stranger(tmp_path / "served", of_text, CONFIG, TOKENIZER)
     hub(True)
-    with pytest.raises(UsageError, match="cannot load.*code"):
+    with pytest.raises(UsageError, match="cannot use.*code"):
         CLIPReward("hf-hub:org/model", GOAL)
