@@ -38,7 +38,7 @@ class Args(RewardArgs):
 
     prompt: tuple[str, ...] = ("pole vertically upright on top of the cart",)  # the goal
     baseline_prompt: tuple[str, ...] = ("pole and cart",)  # the scene in general
-    reward: Literal["clip", "ground-truth"] = "clip"  # ground truth, for reference: 1 while it is up
+    reward: Literal["clip", "ground-truth"] = "clip"  # ground truth: 1 while CartPole-v1 goes on
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int = 64_000  # of all environments (3,000,000)
     num_envs: int = 16  # environments side by side
@@ -51,10 +51,10 @@ class Args(RewardArgs):
     n_step: int = 3  # rewards before the target network's value stands for the rest (1)
     tau: float = 0.01  # how far the target network follows an update (copied every 625 updates)
     batch_size: int = 128  # transitions per update (32)
-    exploration_fraction: float = 0.25  # ε is 1 - step / (this share of all steps), ... (0.1)
-    end_e: float = 0.05  # ... but not below end_e
+    exploration_fraction: float = 0.25  # of all steps, over which ε falls from 1 to 0 (0.1), ...
+    end_e: float = 0.05  # ... but not below this
 
-    run_dir: str | None = None  # of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # made anew (default: runs/SCRIPT__SEED__TIME)
     evaluate_every: int = 6_400  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
@@ -70,8 +70,8 @@ THETA_LIMIT = math.radians(12)  # where, with X_LIMIT, the original CartPole-v1 
 class CartPole(CartPoleVectorEnv):
     """Gymnasium's CartPole-v1, many at once; as in the paper no episode ends early: that would tell the task.
 
-    A state, which the agent observes: position x in m, its velocity, pole angle θ in rad (0: upright, above:
-    right), its velocity. θ is wrapped to [-π, π), and x, but not its velocity, clipped: it stays in view.
+    A state, which the agent observes: position x in m, its velocity, pole angle θ in rad (0: upright, > 0:
+    right), its velocity. θ is wrapped to [-π, π), and x, but not its velocity, clipped.
     """
 
     def step(self, actions: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ class Worker:
     @torch.no_grad()
     def label(self, states: torch.Tensor) -> torch.Tensor:
         """States (N, 4) -> rewards and ground-truth rewards (N, 2), on the CPU."""
-        # (N, 3, height, width) uint8: what Gymnasium shows, drawn from the states and never stored
+        # (N, 3, height, width) uint8: like Gymnasium's, drawn from the states and never stored
         frames = render(states.to(self.reward_model.device), *self.reward_model.size)
         rewards = self.reward_model(frames)  # R(s): `CLIPReward.reward` in clip_reward.py
         return torch.stack([rewards.cpu(), ground_truth_reward(states)], dim=1)
@@ -117,7 +117,7 @@ def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
     There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
     property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
     """
-    states, actions, rewards = buffer  # (rounds, T + 1, N, 4), (rounds, T, N), (rounds, T, N)
+    states, actions, rewards = buffer  # (rounds, T + 1, N, 4), (rounds, T, N), of states[:, 1:]
     rounds, steps, num_envs = rewards.shape
     starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
     k = torch.randint(rounds * starts * num_envs, (args.batch_size,), device=rewards.device)
@@ -181,7 +181,7 @@ def train(args: Args, labeller: Labeller) -> None:
     envs = CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network = QNetwork().to(device)
-    target_network = deepcopy(q_network)  # the running mean of its weights acts, too: steadier
+    target_network = deepcopy(q_network)  # unlike in DQN it also acts: as a mean it is steadier
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     a_round = args.num_envs * args.episode_length  # steps
     last_round = math.ceil(args.total_timesteps / a_round) - 1
@@ -189,7 +189,7 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer}  # of a checkpoint
     global_step, best_return = open_run(args, labeller, rounds, parts)
 
-    def update() -> dict:
+    def update() -> dict:  # of this round's buffer
         return dqn_update(q_network, target_network, optimizer, sample(buffer, args), args)
 
     def checkpoint(name: str) -> None:  # with the rounds all that the rest depends on
@@ -217,14 +217,14 @@ def train(args: Args, labeller: Labeller) -> None:
         losses = defaultdict(list)
         if rounds and not warmup:
             states, actions, rewards = map(torch.stack, zip(*rounds))
-            # Standardized: CLIP's are nearly alike. As no episode ends early, no optimal policy changes.
+            # Standardized: CLIP's rewards are nearly alike. Without early ends no best policy changes.
             rewards = (rewards - rewards.double().mean()) / (rewards.double().std(correction=0) + 1e-8)
             buffer = (states, actions, rewards)
             fast_update = update
             if device.type == "cuda":
                 from scale.cuda_graphs import replayed
 
-                fast_update = replayed(update, device)
+                fast_update = replayed(update, device)  # a CUDA graph
             for _ in range(args.gradient_steps):
                 for name, loss in fast_update().items():
                     losses[name].append(loss)
@@ -245,12 +245,13 @@ def train(args: Args, labeller: Labeller) -> None:
         if not all(map(math.isfinite, scalars.values())):
             raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         if global_step % args.evaluate_every < a_round or k == last_round:  # it passed a multiple
-            means = summary(evaluate(target_network, args.num_envs, CHOOSE, labeller, args)[1])
+            _, labels = evaluate(target_network, args.num_envs, CHOOSE, labeller, args)
+            means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
             best_return = max(best_return, earned)
-            if earned >= best_return - 0.001 * abs(best_return):  # of equals the newest
+            if earned >= best_return - 0.001 * abs(best_return):  # within 0.1 %: the newest
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
@@ -282,7 +283,7 @@ def in_words(means: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
 
 
-CHOOSE = 2**32  # part of the seeds for choosing and reporting: no round's number
+CHOOSE = 2**32  # of the seeds for choosing and reporting: no round's number
 REPORT = 2**32 + 1
 
 
@@ -351,7 +352,7 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, args: Args) -
         for t in range(args.episode_length):
             frame = render(states[t, n : n + 1], SCREEN_HEIGHT // 2, SCREEN_WIDTH // 2)[0]
             image = Image.fromarray(frame.permute(1, 2, 0).numpy())
-            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even sizes
+            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even, and a strip
             text = f"step {t + 1}   reward {labels[t, n, 0]:.3f}"
             ImageDraw.Draw(image).text((8, image.height - 21), text, "white", font_size=14)
             film.write_frame(np.asarray(image))

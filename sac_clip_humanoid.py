@@ -59,7 +59,7 @@ class Args(RewardArgs):
 
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int = 128_000  # of all environments (10,000,000)
-    num_envs: int = 16  # environments side by side (32)
+    num_envs: int = 16  # side by side (32)
     episode_length: int = 100  # steps of 15 ms; a round is one episode in every environment
     gradient_steps: int = 200  # updates a round (100)
     policy_frequency: int = 2  # updates of the critics for each of the actor (1)
@@ -73,7 +73,7 @@ class Args(RewardArgs):
     ent_coef: float = 0.03  # weight of the entropy, at first; tuned for -17, -1 a motor (1.0)
     noise_correlation: float = 0.9  # of the exploration noise, from step to step (0)
 
-    run_dir: str | None = None  # of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # made anew (default: runs/SCRIPT__SEED__TIME)
     evaluate_every: int = 16_000  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
@@ -170,7 +170,7 @@ class ReplayBuffer:
     def sample(self, batch_size: int, n_step: int) -> tuple[torch.Tensor, ...]:
         """Uniformly -> states (B, S), those n_step later, actions (B, 17), rewards between (n_step, B).
 
-        Rewards are standardized: CLIP's are nearly alike. As no episode ends early, no optimal policy changes.
+        Rewards are standardized: CLIP's are nearly alike. Without early ends no best policy changes.
         """
         _, steps, num_envs = self.rewards.shape
         starts = steps - n_step + 1  # nothing reaches beyond the end of an episode
@@ -249,7 +249,7 @@ def squash(mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor) -> tu
 
 
 class SAC(nn.Module):
-    """All that is learned: actor, critics, entropy coefficient, running means, observations' scale."""
+    """All that is learned, with the running means and the observations' scale."""
 
     def __init__(self, state_size: int, args: Args):
         super().__init__()
@@ -391,7 +391,7 @@ def train(args: Args, labeller: Labeller) -> None:
             if device.type == "cuda":
                 from scale.cuda_graphs import replayed
 
-                fast_update = replayed(update, device)
+                fast_update = replayed(update, device)  # a CUDA graph
             for i in range(args.gradient_steps):
                 for name, loss in fast_update(i % args.policy_frequency == 0).items():
                     losses[name].append(loss)
@@ -412,11 +412,12 @@ def train(args: Args, labeller: Labeller) -> None:
         if not all(map(math.isfinite, scalars.values())):
             raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         if global_step % args.evaluate_every < a_round or k == last_round:  # it passed a multiple
-            means = summary(evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)[1])
+            _, labels = evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)
+            means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
             best_return = max(best_return, means["clip_return"])
-            if means["clip_return"] >= best_return - 0.001 * abs(best_return):  # of equals the newest
+            if means["clip_return"] >= best_return - 0.001 * abs(best_return):  # within 0.1 % the newest
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
@@ -432,8 +433,8 @@ def train(args: Args, labeller: Labeller) -> None:
 # ==== Nothing below belongs to the method: success, rendering, evaluation, files, and the command line.
 
 
-# What a person would have to see (paper, Table 2), from where the parts of the body are. No agent learns from
-# these conditions: they are the ground truth beside the CLIP reward, so that reward hacking shows.
+# What a person would have to see (paper, Table 2), from where the parts of the body are: the ground truth
+# beside the CLIP reward, so that reward hacking shows. No agent learns from these conditions.
 
 Points = dict[str, torch.Tensor]  # where the parts are: name -> (N, 3), m
 HEAD, SEAT, KNEE, FOOT = 0.09, 0.09, 0.049, 0.075  # radii, m: so high lies a part on the floor
@@ -571,7 +572,7 @@ def in_words(means: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
 
 
-CHOOSE = 2**32  # part of the seeds for choosing and reporting: no round's number
+CHOOSE = 2**32  # of the seeds for choosing and reporting: no round's number
 REPORT = 2**32 + 1
 
 
@@ -716,7 +717,7 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, args: Args) -
         for t in trange(args.episode_length, desc="film", leave=False, disable=None):
             frame = scene.render(states[t, n : n + 1, :POSE_SIZE])[0][0].cpu()
             image = Image.fromarray(frame.permute(1, 2, 0).numpy())
-            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even sizes
+            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even, and a strip
             text = f"step {t + 1}   reward {labels[t, n, 0]:.3f}"
             ImageDraw.Draw(image).text((8, image.height - 21), text, "white", font_size=14)
             film.write_frame(np.asarray(image))

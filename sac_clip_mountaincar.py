@@ -43,24 +43,24 @@ class Args(RewardArgs):
 
     prompt: tuple[str, ...] = ("a car at the peak of the mountain, next to the yellow flag",)  # the goal
     baseline_prompt: tuple[str, ...] = ("a car in the mountain",)  # the scene in general
-    reward: Literal["clip", "ground-truth"] = "clip"  # ground truth, for reference: 1 at the goal
+    reward: Literal["clip", "ground-truth"] = "clip"  # ground truth: 1 at the goal
     textures: Literal["realistic", "original"] = "realistic"  # mountains and a red car, or Gymnasium's
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int = 64_000  # of all environments (3,000,000)
-    num_envs: int = 16  # environments side by side
+    num_envs: int = 16  # side by side
     episode_length: int = 200  # steps; a round is one episode in every environment
     gradient_steps: int = 200  # updates a round
     learning_starts: int = 12_800  # steps; rounds that begin before are random (100)
     learning_rate: float = 3e-4  # of Adam (1e-4)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds
-    gamma: float = 0.9999  # discount factor
+    gamma: float = 0.9999  # discount
     n_step: int = 5  # rewards before the critics' value stands for the rest (1)
     tau: float = 0.01  # how far the targets follow the critics at each update
     batch_size: int = 256  # transitions per update
     ent_coef: float = 0.1  # weight of the policy's entropy, fixed
     noise_correlation: float = 0.917  # of the exploration noise, from step to step (0)
 
-    run_dir: str | None = None  # of this run, made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # made anew (default: runs/SCRIPT__SEED__TIME)
     evaluate_every: int = 6_400  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
@@ -183,7 +183,7 @@ def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
     The goal is absorbing but not terminal: it goes on earning R, R / (1 - γ) in all. As a terminal state it
     would be worth one R, and since R is as a rule positive, driving on for ever more.
     """
-    states, actions, rewards = buffer  # (rounds, T + 1, N, 2), (rounds, T, N, 1), (rounds, T, N)
+    states, actions, rewards = buffer  # (rounds, T + 1, N, 2), (rounds, T, N, 1), of states[:, 1:]
     rounds, steps, num_envs = rewards.shape
     starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
     k = torch.randint(rounds * starts * num_envs, (args.batch_size,), device=rewards.device)
@@ -297,7 +297,7 @@ def train(args: Args, labeller: Labeller) -> None:
             if device.type == "cuda":
                 from scale.cuda_graphs import replayed
 
-                fast_update = replayed(update, device)
+                fast_update = replayed(update, device)  # a CUDA graph
             for _ in range(args.gradient_steps):
                 for name, loss in fast_update().items():
                     losses[name].append(loss)
@@ -318,12 +318,13 @@ def train(args: Args, labeller: Labeller) -> None:
         if not all(map(math.isfinite, scalars.values())):
             raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
         if global_step % args.evaluate_every < a_round or k == last_round:  # it passed a multiple
-            means = summary(evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)[1])
+            _, labels = evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)
+            means = summary(labels)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
             best_return = max(best_return, earned)
-            if earned >= best_return - 0.001 * abs(best_return):  # of equals the newest
+            if earned >= best_return - 0.001 * abs(best_return):  # within 0.1 % the newest
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
@@ -355,7 +356,7 @@ def in_words(means: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in means.items())
 
 
-CHOOSE = 2**32  # part of the seeds for choosing and reporting: no round's number
+CHOOSE = 2**32  # of the seeds for choosing and reporting: no round's number
 REPORT = 2**32 + 1
 
 
@@ -496,7 +497,7 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, args: Args) -
         for t in range(args.episode_length):
             frame = scene.render(states[t, n : n + 1])[0]
             image = Image.fromarray(frame.permute(1, 2, 0).numpy())
-            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even sizes
+            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even, and a strip
             text = f"step {t + 1}   reward {labels[t, n, 0]:.3f}"
             ImageDraw.Draw(image).text((8, image.height - 21), text, "white", font_size=14)
             film.write_frame(np.asarray(image))

@@ -4,9 +4,9 @@ A program is a file like those in programs/: `import numpy as np`, `SIZE = heigh
 it was written for, perhaps other constants and functions, and for each sub-task, in order, a function from
 `frames` (N, H, W, 3) uint8 to N booleans. It is text from outside: `check` reads it before anything runs and
 lets nothing through that is not on the lists below; `verify` runs it for the first time, in a process of its
-own with limits on time and memory (on macOS on time alone). Training runs what has been verified, with nothing in reach but NumPy and
-the built-in functions of the list. That keeps arithmetic from becoming anything else; it is no proof against
-all malice.
+own with limits on time and memory (on macOS on time alone). Training runs what has been verified, with
+nothing in reach but NumPy and the built-in functions of the list. That keeps arithmetic from becoming anything
+else; it is no proof against all malice.
 """
 
 import ast

@@ -197,7 +197,7 @@ def spread(values: list[float]) -> str:
 
 
 def runs_table(*claims: str, output: Path, late: bool = False) -> str:
-    """A line for each kind of run, with all its seeds; late: with the success in the second half of training."""
+    """A line for each kind of run, with all its seeds; late: with the success late in training."""
     lines = []
     for kind, group in groupby([row for claim in claims for row in read(output / f"{claim}.csv")], kind_of):
         rows = list(group)
@@ -236,7 +236,7 @@ def judged_table(*names: str, output: Path) -> str:
 
 
 def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> str:
-    """What programs printed: these columns, or all without those about how; with more than one file, the model."""
+    """What programs printed: these columns, or all but those about how; of several files also the model."""
     rows = [row for name in names for row in read(output / f"{name}.csv")]
     if len(names) > 1 and "CLIP model" not in rows[0]:
         rows = [{"CLIP model": row["what"].partition(" in ")[0]} | row for row in rows]

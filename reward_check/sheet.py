@@ -122,6 +122,6 @@ def judged(path: Path, rows: list[dict], best: Judged, label: torch.Tensor, pict
         frames(panel, title, some[spread], reward, pictures)
     below.suptitle(f"Frames and rewards of the best: {describe(row)}", fontsize="medium")
     figure.suptitle(
-        f"{pictures[0].parents[1].name}: {len(label)} states, {chance:.1%} of them goal states, by the dataset's labels"
+        f"{pictures[0].parents[1].name}: {len(label)} states, {chance:.1%} of them goal states by their labels"
     )
     figure.savefig(path, dpi=80)
