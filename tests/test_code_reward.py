@@ -81,6 +81,22 @@ def test_what_a_program_may_do_is_limited(what, monkeypatch):
         verify(WRONG[what][0])
 
 
+def test_a_system_without_a_limit_on_memory_goes_without(tmp_path, monkeypatch):
+    limits = []
+
+    def setrlimit(which: int, most: tuple) -> None:  # as macOS does
+        limits.append(which)
+        if which == program.resource.RLIMIT_AS:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(program.resource, "setrlimit", setrlimit)
+    example = ROOT / "code_reward" / "programs" / "cartpole.py"
+    words = ["program.py", example, tmp_path / "no frames", tmp_path / "done.npy", "10"]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    program.main()
+    assert np.load(tmp_path / "done.npy").dtype == bool and len(limits) == 5
+
+
 def test_frames_that_are_given_are_tried_as_well():
     frames = np.full((3, 8, 8, 3), [[[[77]]], [[[78]]], [[[77]]]], np.uint8)
     assert verify(ONE.format("frames[:, 0, 0, 0] == 78"), frames).tolist() == [[False, True, False]]
