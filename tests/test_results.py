@@ -179,7 +179,7 @@ def test_each_rule_of_the_snakefile_has_a_name_of_its_own():
 
 
 TOY = """
-SHORT = "--total-timesteps 2400 --num-envs 4 --episode-length 30 --learning-starts 240 --gradient-steps 2"
+SHORT = "--total-timesteps 2400 --num-envs 4 --episode-length 30 --learning-starts 240 --gradient-steps 100"
 RUNS = {f"cartpole/fp32_{seed}": ("dqn_clip_cartpole", f"{SHORT} --seed {seed}") for seed in (1, 2)}
 CLAIMS, COMMANDS = ["cartpole"], {"cost": "benchmarks.no_such"}
 
