@@ -38,7 +38,7 @@ def goal_baseline_reward(
 ) -> torch.Tensor:
     """Reward under goal-baseline regularization (Rocamonde et al., Definition 1); α = 0: the cosine (Eq. 2).
 
-    With s, g, b the unit embeddings of frame, goal and baseline and d = (g - b) / ‖g - b‖,
+    With s, g, b the unit embeddings (or means) of frame, goal, baseline and d = (g - b) / ‖g - b‖,
 
         R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,   proj_L(s) = g + d dᵀ(s - g),   L the line through b, g.
 

@@ -41,7 +41,7 @@ class Args(RewardArgs):
     reward: Literal["clip", "ground-truth"] = "clip"  # ground truth: 1 while CartPole-v1 goes on
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int = 64_000  # of all environments (3,000,000)
-    num_envs: int = 16  # environments side by side
+    num_envs: int = 16  # side by side
     episode_length: int = 200  # steps; a round is one episode in every environment
     gradient_steps: int = 400  # updates a round
     learning_starts: int = 3_200  # steps; rounds that begin before are random (75,000)
@@ -54,7 +54,7 @@ class Args(RewardArgs):
     exploration_fraction: float = 0.25  # of all steps, over which ε falls from 1 to 0 (0.1), ...
     end_e: float = 0.05  # ... but not below this
 
-    run_dir: str | None = None  # made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # made anew (runs/SCRIPT__SEED__TIME)
     evaluate_every: int = 6_400  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
@@ -117,12 +117,12 @@ def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
     There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
     property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
     """
-    states, actions, rewards = buffer  # (rounds, T + 1, N, 4), (rounds, T, N), of states[:, 1:]
+    states, actions, rewards = buffer  # (rounds, T + 1, N, 4), (rounds, T, N) each
     rounds, steps, num_envs = rewards.shape
     starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
     k = torch.randint(rounds * starts * num_envs, (args.batch_size,), device=rewards.device)
     i, t, n = k // (starts * num_envs), k // num_envs % starts, k % num_envs
-    between = torch.stack([rewards[i, t + j, n] for j in range(args.n_step)])
+    between = torch.stack([rewards[i, t + j, n] for j in range(args.n_step)])  # of the states after
     return states[i, t, n], states[i, t + args.n_step, n], actions[i, t, n], between
 
 
@@ -181,16 +181,13 @@ def train(args: Args, labeller: Labeller) -> None:
     envs = CartPole(args.num_envs)
     torch.manual_seed(args.seed)
     q_network = QNetwork().to(device)
-    target_network = deepcopy(q_network)  # unlike in DQN it also acts: as a mean it is steadier
+    target_network = deepcopy(q_network)  # q_network's running mean; unlike in DQN it acts, too
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
     a_round = args.num_envs * args.episode_length  # steps
     last_round = math.ceil(args.total_timesteps / a_round) - 1
     rounds = deque(maxlen=math.ceil(args.buffer_size / a_round))  # the newest; older ones drop out
     parts = {"policy": target_network, "q_network": q_network, "optimizer": optimizer}  # of a checkpoint
     global_step, best_return = open_run(args, labeller, rounds, parts)
-
-    def update() -> dict:  # of this round's buffer
-        return dqn_update(q_network, target_network, optimizer, sample(buffer, args), args)
 
     def checkpoint(name: str) -> None:  # with the rounds all that the rest depends on
         content = {name: part.state_dict() for name, part in parts.items()}
@@ -220,13 +217,16 @@ def train(args: Args, labeller: Labeller) -> None:
             # Standardized: CLIP's rewards are nearly alike. Without early ends no best policy changes.
             rewards = (rewards - rewards.double().mean()) / (rewards.double().std(correction=0) + 1e-8)
             buffer = (states, actions, rewards)
-            fast_update = update
+
+            def update() -> dict:
+                return dqn_update(q_network, target_network, optimizer, sample(buffer, args), args)
+
             if device.type == "cuda":
                 from scale.cuda_graphs import replayed
 
-                fast_update = replayed(update, device)  # a CUDA graph
+                update = replayed(update, device)  # a CUDA graph, made anew each round
             for _ in range(args.gradient_steps):
-                for name, loss in fast_update().items():
+                for name, loss in update().items():
                     losses[name].append(loss)
 
         # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).
@@ -243,15 +243,15 @@ def train(args: Args, labeller: Labeller) -> None:
         scalars |= {f"losses/{name}": torch.stack(values).mean().item() for name, values in losses.items()}
         scalars["charts/SPS"] = a_round / (time.perf_counter() - started)
         if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
+            raise UsageError("losses are not finite: --resume with a lower --learning-rate")
         if global_step % args.evaluate_every < a_round or k == last_round:  # it passed a multiple
-            _, labels = evaluate(target_network, args.num_envs, CHOOSE, labeller, args)
-            means = summary(labels)
+            _, evaluated = evaluate(target_network, args.num_envs, CHOOSE, labeller, args)
+            means = summary(evaluated)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
             best_return = max(best_return, earned)
-            if earned >= best_return - 0.001 * abs(best_return):  # within 0.1 %: the newest
+            if earned >= best_return - 0.001 * abs(best_return):  # within 0.1 % the newest
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
@@ -426,7 +426,8 @@ if __name__ == "__main__":
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"error: {error} (a run goes on with --resume)", file=sys.stderr)
+        hint = "" if isinstance(error, UsageError) else "; --resume goes on"
+        print(f"error: {error}{hint}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         os._exit(130)  # at once

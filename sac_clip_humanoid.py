@@ -66,14 +66,14 @@ class Args(RewardArgs):
     learning_starts: int = 6_400  # steps; rounds that begin before are random (50,000)
     learning_rate: float = 6e-4  # of Adam, at first; it falls to 0 (constant)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds
-    gamma: float = 0.98  # discount factor: looks some 50 steps ahead (0.95: some 20)
+    gamma: float = 0.98  # discount factor: some 50 steps ahead (0.95: 20)
     n_step: int = 3  # rewards before the critics' value stands for the rest (1)
     tau: float = 0.005  # how far the targets and the mean actor follow at each update
     batch_size: int = 256  # transitions per update (512)
     ent_coef: float = 0.03  # weight of the entropy, at first; tuned for -17, -1 a motor (1.0)
     noise_correlation: float = 0.9  # of the exploration noise, from step to step (0)
 
-    run_dir: str | None = None  # made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # made anew (runs/SCRIPT__SEED__TIME)
     evaluate_every: int = 16_000  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
@@ -360,10 +360,6 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
     global_step, best_return = open_run(args, labeller, rb, parts)
 
-    def update(update_actor: bool) -> dict:
-        batch = rb.sample(args.batch_size, args.n_step)
-        return sac_update(sac, optimizers, batch, update_actor, args)
-
     def checkpoint(name: str) -> None:  # with the rounds all that the rest depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         about = {"script": Path(__file__).stem, "settings": asdict(args)}
@@ -387,19 +383,23 @@ def train(args: Args, labeller: Labeller) -> None:
             optimizer.param_groups[0] |= {"lr": learning_rate, "capturable": True}
         losses = defaultdict(list)
         if rb.rounds > 0 and not warmup:
-            fast_update = update
+
+            def update(update_actor: bool) -> dict:
+                batch = rb.sample(args.batch_size, args.n_step)
+                return sac_update(sac, optimizers, batch, update_actor, args)
+
             if device.type == "cuda":
                 from scale.cuda_graphs import replayed
 
-                fast_update = replayed(update, device)  # a CUDA graph
+                update = replayed(update, device)  # a CUDA graph
             for i in range(args.gradient_steps):
-                for name, loss in fast_update(i % args.policy_frequency == 0).items():
+                for name, loss in update(i % args.policy_frequency == 0).items():
                     losses[name].append(loss)
 
         # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)
-        rewards = labels[:, :, 0]  # labels[:, :, 1] is whether the task's condition holds
+        rewards = labels[:, :, 0]  # labels[:, :, 1]: does the condition hold?
 
         # ---- Report: store the round; curves, now and then an evaluation, a checkpoint.
         rb.add(states, actions, rewards)
@@ -410,10 +410,10 @@ def train(args: Args, labeller: Labeller) -> None:
         scalars |= {f"losses/{name}": torch.stack(values).mean().item() for name, values in losses.items()}
         scalars["charts/SPS"] = a_round / (time.perf_counter() - started)
         if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
+            raise UsageError("losses are not finite: --resume with a lower --learning-rate")
         if global_step % args.evaluate_every < a_round or k == last_round:  # it passed a multiple
-            _, labels = evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)
-            means = summary(labels)
+            _, evaluated = evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)
+            means = summary(evaluated)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
             best_return = max(best_return, means["clip_return"])
@@ -792,7 +792,8 @@ if __name__ == "__main__":
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"error: {error} (a run goes on with --resume)", file=sys.stderr)
+        hint = "" if isinstance(error, UsageError) else "; --resume goes on"
+        print(f"error: {error}{hint}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         os._exit(130)  # at once

@@ -53,14 +53,14 @@ class Args(RewardArgs):
     learning_starts: int = 12_800  # steps; rounds that begin before are random (100)
     learning_rate: float = 3e-4  # of Adam (1e-4)
     buffer_size: int = 1_000_000  # transitions kept, in whole rounds
-    gamma: float = 0.9999  # discount
+    gamma: float = 0.9999  # discount factor
     n_step: int = 5  # rewards before the critics' value stands for the rest (1)
     tau: float = 0.01  # how far the targets follow the critics at each update
     batch_size: int = 256  # transitions per update
     ent_coef: float = 0.1  # weight of the policy's entropy, fixed
     noise_correlation: float = 0.917  # of the exploration noise, from step to step (0)
 
-    run_dir: str | None = None  # made anew (default: runs/SCRIPT__SEED__TIME)
+    run_dir: str | None = None  # made anew (runs/SCRIPT__SEED__TIME)
     evaluate_every: int = 6_400  # steps between evaluations, which choose the best policy (64,000)
     episodes: int = 100  # of the final evaluation, or of --evaluate
     resume: str | None = None  # go on with the run in this folder, by its settings
@@ -120,7 +120,7 @@ class Worker:
 
 
 def normalize(obs: torch.Tensor) -> torch.Tensor:
-    """Observations (N, 2) -> the same, in [-1, 1]: the ranges of x and speed differ thirteenfold."""
+    """Observations (N, 2) -> the same, each in [-1, 1]."""
     x = (obs[:, 0] - (X_MIN + X_MAX) / 2) / ((X_MAX - X_MIN) / 2)
     return torch.stack([x, obs[:, 1] / MAX_SPEED], dim=1)
 
@@ -183,12 +183,12 @@ def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
     The goal is absorbing but not terminal: it goes on earning R, R / (1 - γ) in all. As a terminal state it
     would be worth one R, and since R is as a rule positive, driving on for ever more.
     """
-    states, actions, rewards = buffer  # (rounds, T + 1, N, 2), (rounds, T, N, 1), of states[:, 1:]
+    states, actions, rewards = buffer  # (rounds, T + 1, N, 2), (rounds, T, N, 1), (rounds, T, N)
     rounds, steps, num_envs = rewards.shape
     starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
     k = torch.randint(rounds * starts * num_envs, (args.batch_size,), device=rewards.device)
     i, t, n = k // (starts * num_envs), k // num_envs % starts, k % num_envs
-    between = torch.stack([rewards[i, t + j, n] for j in range(args.n_step)])
+    between = torch.stack([rewards[i, t + j, n] for j in range(args.n_step)])  # of the states after
     return states[i, t, n], states[i, t + args.n_step, n], actions[i, t, n], between
 
 
@@ -267,9 +267,6 @@ def train(args: Args, labeller: Labeller) -> None:
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
     global_step, best_return = open_run(args, labeller, rounds, parts)
 
-    def update() -> dict:
-        return sac_update(sac, optimizers, sample(buffer, args), args)
-
     def checkpoint(name: str) -> None:  # with the rounds all that the rest depends on
         content = {name: part.state_dict() for name, part in parts.items()}
         about = {"script": Path(__file__).stem, "settings": asdict(args)}
@@ -293,13 +290,16 @@ def train(args: Args, labeller: Labeller) -> None:
         losses = defaultdict(list)
         if rounds and not warmup:
             buffer = tuple(map(torch.stack, zip(*rounds)))  # states, actions, rewards
-            fast_update = update
+
+            def update() -> dict:
+                return sac_update(sac, optimizers, sample(buffer, args), args)
+
             if device.type == "cuda":
                 from scale.cuda_graphs import replayed
 
-                fast_update = replayed(update, device)  # a CUDA graph
+                update = replayed(update, device)  # a CUDA graph
             for _ in range(args.gradient_steps):
-                for name, loss in fast_update().items():
+                for name, loss in update().items():
                     losses[name].append(loss)
 
         # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).
@@ -316,10 +316,10 @@ def train(args: Args, labeller: Labeller) -> None:
         scalars |= {f"losses/{name}": torch.stack(values).mean().item() for name, values in losses.items()}
         scalars["charts/SPS"] = a_round / (time.perf_counter() - started)
         if not all(map(math.isfinite, scalars.values())):
-            raise UsageError(f"losses are not finite at step {global_step}: lower the --learning-rate")
+            raise UsageError("losses are not finite: --resume with a lower --learning-rate")
         if global_step % args.evaluate_every < a_round or k == last_round:  # it passed a multiple
-            _, labels = evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)
-            means = summary(labels)
+            _, evaluated = evaluate(sac.policy, args.num_envs, CHOOSE, labeller, args)
+            means = summary(evaluated)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
             earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
@@ -571,7 +571,8 @@ if __name__ == "__main__":
     try:
         main()
     except (UsageError, OSError, torch.OutOfMemoryError) as error:
-        print(f"error: {error} (a run goes on with --resume)", file=sys.stderr)
+        hint = "" if isinstance(error, UsageError) else "; --resume goes on"
+        print(f"error: {error}{hint}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         os._exit(130)  # at once
