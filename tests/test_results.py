@@ -198,6 +198,8 @@ def test_the_workflow_trains_stores_goes_on_and_has_nothing_to_do_in_a_clone(tmp
 
     def start(*words: str) -> subprocess.Popen:
         how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        # What a shell starts in the background ignores Ctrl-C, and hands that on.
+        how["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen([sys.executable, "-m", "snakemake", "-c2", *words], cwd=results, **how)
 
     def snakemake(*words: str) -> str:
