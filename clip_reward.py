@@ -42,8 +42,7 @@ def goal_baseline_reward(
 
         R(s) = 1 - ½ ‖α·proj_L(s) + (1 - α)·s - g‖²,   proj_L(s) = g + d dᵀ(s - g),   L the line through b, g.
 
-    The vector inside the norm is α·d dᵀ(s - g) + (1 - α)(s - g): its part along d has length |dᵀ(s - g)| for
-    any α, the part across is shrunk by 1 - α. Hence the closed form that is computed here:
+    The vector inside the norm has length |dᵀ(s - g)| along d for any α; α shrinks only what is across:
 
         R(s) = 1 - ½ [ (dᵀ(s - g))² + (1 - α)² (‖s - g‖² - (dᵀ(s - g))²) ].
 
@@ -65,7 +64,7 @@ def contrastive_reward(
 
 
 class CLIPReward(torch.nn.Module):
-    """Frames -> rewards: `goal_baseline_reward` or, with negative prompts, `contrastive_reward`.
+    """Frames -> rewards: `goal_baseline_reward`, with negative prompts `contrastive_reward`.
 
     The model is open_clip's `NAME/TAG`, `NAME/weights.pt`, `hf-hub:org/name` or `local-dir:PATH`, or `tiny`;
     else UsageError. Of several prompts the embeddings' mean counts. The temperature is by default the model's
@@ -75,7 +74,8 @@ class CLIPReward(torch.nn.Module):
     def __init__(
         self, clip_model: str, prompts: Sequence[str], baseline_prompts: Sequence[str] = (),
         alpha: float = 0.0, device: str | torch.device = "cpu", batch_size: int = 256, precision: str = "fp32",
-        negative_prompts: Sequence[str] = (), temperature: float | None = None, threshold: float | None = None
+        negative_prompts: Sequence[str] = (), temperature: float | None = None, threshold: float | None = None,
+        head: str | None = None
     ):  # fmt: skip
         import open_clip
 
@@ -90,6 +90,10 @@ class CLIPReward(torch.nn.Module):
             self.model = open_clip.create_model_from_pretrained(name, **how).to(device)
             self.eval().requires_grad_(False)
             goal = self.embed_text(prompts).mean(0)  # (D,)
+            if head:
+                from reward_check.mend import read
+
+                goal = read(head, clip_model, goal)["goal"].to(device)
             baseline = self.embed_text(baseline_prompts or prompts).mean(0)
             negatives = self.embed_text(negative_prompts) if negative_prompts else None  # (K, D)
         except Exception as error:  # files and downloads fail in many ways
@@ -212,9 +216,10 @@ class RewardArgs:
     negative_prompt: tuple[str, ...] = ()  # contrastive reward: what else might be seen
     temperature: float | None = None  # contrastive: τ of the softmax (default: the model's own)
     threshold: float | None = None  # β, above which the reward is 1, else 0 (default: the reward itself)
+    head: str | None = None  # FILE of reward_check/mend.py: a mended goal
 
     def check(self) -> None:
-        """Refuse likely mistakes, also in what all scripts add."""
+        """Refuse likely mistakes."""
         for texts in (self.prompt, self.baseline_prompt):
             if len(texts) > 1 and all(text.isascii() and " " not in text for text in texts):
                 raise UsageError("a prompt is a sentence: put quotes around it")
@@ -225,8 +230,6 @@ class RewardArgs:
         random_steps = a_round * max(1, math.ceil(self.learning_starts / a_round))
         if self.total_timesteps <= random_steps:
             raise UsageError(f"nothing would be learned: the first {random_steps} steps are random")
-        if self.n_step > self.episode_length:
-            raise UsageError("--n-step is above --episode-length")
 
     def check_resumed(self, before: "RewardArgs") -> None:
         """A run keeps its settings, but a few."""
@@ -237,14 +240,14 @@ class RewardArgs:
 
 
 def make_reward(args: RewardArgs, device: torch.device):
-    """-> the `CLIPReward` of these settings, or a `ProgramReward` (see code_reward/)."""
+    """-> the `CLIPReward` of these settings, or a `ProgramReward`."""
     if args.clip_model.endswith(".py"):
         from code_reward.program import ProgramReward
 
         return ProgramReward(args.clip_model, UsageError)
     texts = (args.prompt, args.baseline_prompt, args.goal_baseline_alpha)
     how = (device, args.clip_batch_size, args.precision)
-    others = (args.negative_prompt, args.temperature, args.threshold)
+    others = (args.negative_prompt, args.temperature, args.threshold, args.head)
     logging.disable(logging.ERROR)  # open_clip and the hub log a failure many times; one line will do
     reward_model = CLIPReward(args.clip_model, *texts, *how, *others)
     print(f"reward model {args.clip_model}, {args.precision} on {device}: {'; '.join(args.prompt)}")

@@ -56,6 +56,7 @@ class Args(RewardArgs):
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal, or Gymnasium's
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, or Gymnasium's, which follows
     supersample: int = 1  # N: N x N rays a pixel of what CLIP sees (the video: 2)
+    reward: Literal["clip", "ground-truth"] = "clip"  # ground truth: the task's condition
 
     seed: int = 1  # of weights, start states and exploration
     total_timesteps: int = 128_000  # of all environments (10,000,000)
@@ -127,14 +128,16 @@ class Worker:
         self.reward_model = reward_model or make_reward(args, device)  # a CPU's workers share one
         look = (args.textures, args.camera, args.supersample)
         self.scene = Scene(*self.reward_model.size, *look, args.clip_batch_size, device)
+        self.ground_truth = args.reward == "ground-truth"
         self.condition = TASKS[args.task][1] if args.task else lambda points: torch.nan * points["head"][:, 0]
 
     @torch.no_grad()
     def label(self, poses: torch.Tensor) -> torch.Tensor:
         """Poses (N, 24) -> rewards, and 1.0 where the condition holds, else 0.0 (N, 2), on the CPU."""
         frames, points = self.scene.render(poses)  # (N, 3, height, width) uint8, never stored
-        rewards = self.reward_model(frames)  # R(s): `CLIPReward.reward` in clip_reward.py
-        return torch.stack([rewards.cpu(), self.condition(points).float().cpu()], dim=1)
+        truth = self.condition(points).float()
+        rewards = truth if self.ground_truth else self.reward_model(frames)  # R(s)
+        return torch.stack([rewards.cpu(), truth.cpu()], dim=1)
 
 
 # ---- Replay buffer
@@ -143,8 +146,8 @@ class Worker:
 class ReplayBuffer:
     """The newest rounds, played and rewarded, in preallocated tensors on the learner's device.
 
-    There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
-    property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
+    There is no "done": every next state's value is bootstrapped. An episode ends by its time limit
+    alone.
     """
 
     def __init__(self, state_size: int, args: Args, device: torch.device):
@@ -278,7 +281,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
     next_obs = sac.obs_norm(next_states[:, 2:])
     ent_coef = sac.log_ent_coef.detach().exp()
     n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
-    with torch.no_grad():  # every last state bootstraps: see ReplayBuffer
+    with torch.no_grad():  # every last state bootstraps
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
         next_q = torch.min(*sac.target_critics(next_obs, next_actions))
         td_target = n_step_return + args.gamma**args.n_step * (next_q - ent_coef * next_log_prob)
@@ -604,7 +607,7 @@ def scene_spec(textures: str) -> mujoco.MjSpec:
 
     sky = next(texture for texture in spec.textures if texture.type == mujoco.mjtTexture.mjTEXTURE_SKYBOX)
     sky.rgb1, sky.rgb2 = [0.18, 0.44, 0.78], [1, 1, 1]  # overhead and underfoot
-    tiles = spec.texture("texplane")  # calm: a chessboard would be most of what a model sees
+    tiles = spec.texture("texplane")  # a chessboard would be most of what a model sees
     tiles.builtin = mujoco.mjtBuiltin.mjBUILTIN_FLAT
     tiles.mark = mujoco.mjtMark.mjMARK_EDGE
     tiles.rgb1, tiles.markrgb = [0.62, 0.6, 0.57], [0.44, 0.42, 0.4]
@@ -688,7 +691,7 @@ class Scene:
             wp.set_stream(wp.stream_from_torch(torch.cuda.current_stream(self.device)), self.warp_device)
         for first in range(0, len(poses), self.batch_size):
             i = slice(first, first + self.batch_size)
-            n = len(poses[i])  # the last batch may be smaller; the other worlds do not matter
+            n = len(poses[i])  # the last batch may be smaller
             wp.to_torch(self.data.qpos)[:n] = poses[i].to(self.device)
             with self.lock:
                 wp.set_device(self.warp_device)

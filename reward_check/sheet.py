@@ -32,6 +32,17 @@ def frames(panel, title: str, indices: torch.Tensor, reward: torch.Tensor, pictu
         axes.set(xticks=[], yticks=[])  # the border stays: frames may be as white as the page
 
 
+def numbered(path: Path, chosen, pictures: list[Path]) -> None:
+    """The pictures of some states with the numbers 1, 2, …, ten a line."""
+    figure = plt.figure(figsize=(15, 1.75 * math.ceil(len(chosen) / 10)), layout="constrained")
+    for k, i in enumerate(chosen):
+        axes = figure.add_subplot(math.ceil(len(chosen) / 10), 10, k + 1)
+        axes.imshow(plt.imread(pictures[i]))
+        axes.set(title=k + 1, xticks=[], yticks=[])
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
 def ranking(path: Path, rewards: Judged, pictures: list[Path]) -> None:
     """Without labels: for each reward a line of frames, from the most rewarded to the least."""
     figure = plt.figure(figsize=(15, 2.3 * len(rewards)), layout="constrained")

@@ -127,8 +127,9 @@ def play(turns: np.ndarray, angles: np.ndarray, robots: list, rng: np.random.Gen
     return states
 
 
-def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
-    """n states (n, 24): poses and what becomes of them, then variations of these, of each posture alike.
+def humanoid_states(n: int, rng: np.random.Generator, others: torch.Tensor | None = None) -> torch.Tensor:
+    """n states (n, 24): poses and what becomes of them, then variations of these, and of others (…, 24), of
+    each posture alike.
 
     The variations are what a policy finds that is rewarded for a posture: states around it in all directions.
     """
@@ -141,7 +142,7 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
             turns, angles = poses(num_envs, rng)
         else:
             if not showing:
-                first = torch.cat(states)
+                first = torch.cat(states if others is None else [*states, others])
                 scene = humanoid.Scene(8, 8, "original", "fixed", 1, 1024, torch.device("cpu"))
                 showing = frames_of_postures(
                     humanoid_knowledge(scene.render(first)[1], "original", "fixed", rng)
@@ -154,11 +155,15 @@ def humanoid_states(n: int, rng: np.random.Generator) -> torch.Tensor:
 
 
 def frames_of_postures(known: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Knowledge of frames -> the frames that clearly show each posture, of those that any shows."""
+    """Knowledge of frames -> the frames that clearly show each posture, of those that any shows.
+
+    The tasks' own, which come first, are there three times: they are rare, and hard to hold.
+    """
     showing = []
     for row in POSTURES:
         doubtful = eval(row["unless"] or "False", {}, known)
         showing.append(np.flatnonzero(np.where(doubtful, False, eval(row["condition"], {}, known))))
+    showing += 2 * showing[: len(humanoid.TASKS)]
     return [frames for frames in showing if len(frames)]
 
 
@@ -172,6 +177,7 @@ def humanoid_knowledge(points: dict, textures: str, camera: str, rng: np.random.
     two["bend"] = torch.stack([humanoid.bend(p, side) for side in SIDES])
     two["elbow"] = torch.stack([humanoid.bend(p, side, ("shoulder", "elbow", "hand")) for side in SIDES])
     two["front"] = torch.stack([humanoid.forwards(p, f"{side}_hand") for side in SIDES])
+    two["ahead"] = torch.stack([humanoid.forwards(p, f"{side}_foot") for side in SIDES])
     two["over"] = hands[..., 2] - p["head"][:, 2]
     two["beside"] = (hands - p["head"]).norm(dim=-1)
     two["hips"] = (hands - hips).norm(dim=-1)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 
@@ -20,7 +22,7 @@ import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError, contrastive_reward, goal_baseline_reward
 from results import predict
 from results.tables import read, write
-from reward_check import dataset, dose, reward_landscape, reward_models, robustness, runs, sheet
+from reward_check import dataset, dose, mend, reward_landscape, reward_models, robustness, runs, sheet
 from reward_check.reward_models import LIKELY, USELESS, balanced, epic_distance, measure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -515,3 +517,51 @@ def test_a_dataset_of_a_strangers_runs_no_code_of_his(tmp_path, monkeypatch):
     for name in (f"{tmp_path.name}.evil", "evil", "os"):
         with pytest.raises(UsageError, match="there is no script"):
             runs.script_of({"script": name})
+
+
+# ---- Mending
+
+
+def test_labels_move_the_goal_and_a_head_is_for_its_model_and_sentence_alone(call, monkeypatch, capsys):
+    states, settings = dataset.fixed_states("dqn_clip_cartpole", None, 400, np.random.default_rng(1))
+    sentence = "pole and cart"  # says nothing about the pole
+    save_dataset(DATA, states, settings | {"prompt": [sentence]})
+    how = ["--dataset", "data", "--precision", "fp32", "--device", "cpu", "--labels", 30]
+    call(mend, *how, "--wrong", 0, "--output", "first.safetensors")
+    call(mend, *how, "--wrong", 0, "--head", "first.safetensors", "--output", "second.safetensors")
+    distances = map(float, re.findall(r"EPIC distance (\S+)", capsys.readouterr().out))
+    plain, first, again, second = distances
+    assert first < 0.4 < 0.5 < plain and again == pytest.approx(first, abs=0.02) and second < 0.4
+
+    frames, holds = look_at(dqn_clip_cartpole, states, (64, 64))
+    model = CLIPReward("tiny", sentence, head="second.safetensors")
+    kept = safetensors.torch.load_file("second.safetensors")
+    assert len(kept["labels"]) == 60 and torch.equal(model.goal, kept["goal"])
+    assert epic_distance(model(frames), holds, balanced(holds)).item() == pytest.approx(second, abs=0.03)
+    for name, prompt in (("tiny", "a pole"), (f"local-dir:{ROOT / 'tiny_clip'}", sentence)):
+        with pytest.raises(UsageError, match="other weights or prompts"):
+            CLIPReward(name, prompt, head="second.safetensors")
+    with safetensors.safe_open("second.safetensors", "pt") as file:
+        made_for = file.metadata()
+    safetensors.torch.save_file(kept | {"sentence": -kept["sentence"]}, "third.safetensors", made_for)
+    with pytest.raises(UsageError, match="other weights or prompts"):  # the same names, but retrained
+        CLIPReward("tiny", sentence, head="third.safetensors")
+
+
+def test_a_person_is_shown_numbered_frames_and_names_some(call, monkeypatch):
+    call(dataset, "--script", "dqn_clip_cartpole", "--states", 40, "--output", "data")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "2 3 6")
+    how = ["--dataset", "data", "--precision", "fp32", "--device", "cpu", "--labels", 6]
+    call(mend, *how, "--output", "head.safetensors")
+    kept = safetensors.torch.load_file("head.safetensors")
+    assert kept["labels"].tolist() == [False, True, True, False, False, True]
+    assert "head.png has 6 frames" in asked[0] and "pole vertically upright" in asked[0]
+    assert Path("head.png").stat().st_size > 5_000
+    embedded = CLIPReward("tiny", GOALS[0]).embed(
+        look_at(dqn_clip_cartpole, dataset.load(DATA)[1], (64, 64))[0]
+    )
+    assert torch.cdist(kept["embeddings"], embedded).min(1).values.max() < 1e-3  # of states of the dataset
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    with pytest.raises(UsageError, match="alike"):
+        call(mend, *how)

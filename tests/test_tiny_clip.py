@@ -92,8 +92,11 @@ def test_kneeling_is_rewarded_more_than_the_rest(look, area, distance, states):
 
 
 @pytest.fixture(scope="module")
-def humanoids(states) -> scenes.Humanoids:
+def humanoids(states, tmp_path_factory) -> scenes.Humanoids:
+    few = tmp_path_factory.mktemp("visited") / "few.npy"
+    np.save(few, np.load(scenes.VISITED)[::100])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scenes, "VISITED", few)
         patch.setattr(scenes, "humanoid_states", lambda *_: states)  # they take time
         return scenes.Humanoids(1500, np.random.default_rng(0))
 

@@ -4,6 +4,7 @@ The scripts' own functions render them, for every batch anew (the humanoid's onc
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import sac_clip_mountaincar as car
 from reward_check.states import frames_of_postures, humanoid_knowledge, humanoid_states
 
 SIZE = 64  # pixels, frames are square
+VISITED = Path(__file__).parent / "visited.npy"
 IN_VIEW = 2.2  # m; farther out, a part of the cart is outside the picture
 
 
@@ -48,10 +50,16 @@ def mountaincar(n: int, rng: np.random.Generator) -> tuple[torch.Tensor, dict]:
 
 
 class Humanoids:
-    """Humanoids in all kinds of poses, simulated and rendered once; each call is another random choice."""
+    """Humanoids in all kinds of poses, simulated and rendered once; each call is another random choice.
+
+    Beside n simulated ones those in which policies were rewarded by earlier models: see visited.py.
+    """
 
     def __init__(self, n: int, rng: np.random.Generator):
-        states = humanoid_states(n, rng)
+        visited = torch.from_numpy(np.load(VISITED)).float()
+        states = torch.cat([humanoid_states(n, rng, visited), visited])
+        n = len(states)
+        states = states[torch.from_numpy(rng.permutation(n))]
         looks = [(textures, view) for view in ("fixed", "original") for textures in ("realistic", "original")]
         ends = (n * np.array([0, 0.7, 0.8, 0.9, 1])).round().astype(int)  # most in the script's own look
         self.frames = torch.empty(n, 3, SIZE, SIZE, dtype=torch.uint8)

@@ -18,7 +18,7 @@ import open_clip
 import torch
 import torch.nn.functional as F
 import tyro
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import OneCycleLR
 from tqdm import trange
 
@@ -41,6 +41,7 @@ class Args:
 
     evaluate: bool = False  # only print the held-out figures of the model in `output`
     output: Path = HERE  # folder for the model
+    start: Path | None = None  # folder of a model to go on with, instead of from nothing
     steps: int = 2400  # optimizer steps
     keep: tuple[int, ...] = ()  # write the model as it is before these steps, too: into folders OUTPUT/STEP
     batch_size: int = 1024  # image-text pairs a step, over all scenes
@@ -99,6 +100,8 @@ def train(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
     captions = {name: Captions(name) for name in SHARES}
     model = open_clip.CLIP(**CONFIG["model_cfg"])
+    if args.start:
+        model.load_state_dict(load_file(args.start / "open_clip_model.safetensors"))
     model.visual.to(memory_format=torch.channels_last)  # twice as fast for convolutions on a CPU
     size = CONFIG["model_cfg"]["embed_dim"]
     heads = torch.nn.ModuleDict({k: torch.nn.Linear(size, len(own.lines)) for k, own in captions.items()})
