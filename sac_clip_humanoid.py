@@ -128,16 +128,14 @@ class Worker:
         self.reward_model = reward_model or make_reward(args, device)  # a CPU's workers share one
         look = (args.textures, args.camera, args.supersample)
         self.scene = Scene(*self.reward_model.size, *look, args.clip_batch_size, device)
-        self.ground_truth = args.reward == "ground-truth"
         self.condition = TASKS[args.task][1] if args.task else lambda points: torch.nan * points["head"][:, 0]
 
     @torch.no_grad()
     def label(self, poses: torch.Tensor) -> torch.Tensor:
-        """Poses (N, 24) -> rewards, and 1.0 where the condition holds, else 0.0 (N, 2), on the CPU."""
+        """Poses (N, 24) -> rewards, and 1 where the condition holds, else 0 (N, 2), on the CPU."""
         frames, points = self.scene.render(poses)  # (N, 3, height, width) uint8, never stored
-        truth = self.condition(points).float()
-        rewards = truth if self.ground_truth else self.reward_model(frames)  # R(s)
-        return torch.stack([rewards.cpu(), truth.cpu()], dim=1)
+        rewards = self.reward_model(frames)  # R(s): `CLIPReward.reward` in clip_reward.py
+        return torch.stack([rewards.cpu(), self.condition(points).float().cpu()], dim=1)
 
 
 # ---- Replay buffer
@@ -146,8 +144,7 @@ class Worker:
 class ReplayBuffer:
     """The newest rounds, played and rewarded, in preallocated tensors on the learner's device.
 
-    There is no "done": every next state's value is bootstrapped. An episode ends by its time limit
-    alone.
+    There is no "done": every next state's value is bootstrapped. Only time ends an episode.
     """
 
     def __init__(self, state_size: int, args: Args, device: torch.device):
@@ -402,7 +399,8 @@ def train(args: Args, labeller: Labeller) -> None:
         # ---- Label: threads have begun to render states and to reward the frames (`Worker.label`).
         states, actions = playing.result()
         labels = labeller.result().view(args.episode_length, args.num_envs, 2)
-        rewards = labels[:, :, 0]  # labels[:, :, 1]: does the condition hold?
+        clip_rewards, ground_truth_rewards = labels.unbind(2)
+        rewards = ground_truth_rewards if args.reward == "ground-truth" else clip_rewards
 
         # ---- Report: store the round; curves, now and then an evaluation, a checkpoint.
         rb.add(states, actions, rewards)
@@ -419,8 +417,9 @@ def train(args: Args, labeller: Labeller) -> None:
             means = summary(evaluated)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
             scalars |= {f"evaluation/{name}": value for name, value in means.items()}
-            best_return = max(best_return, means["clip_return"])
-            if means["clip_return"] >= best_return - 0.001 * abs(best_return):  # within 0.1 % the newest
+            earned = means["ground_truth_return" if args.reward == "ground-truth" else "clip_return"]
+            best_return = max(best_return, earned)
+            if earned >= best_return - 0.001 * abs(best_return):  # within 0.1 % the newest
                 checkpoint("best.pt")
         for name, value in scalars.items():
             writer.add_scalar(name, value, global_step)
@@ -606,7 +605,7 @@ def scene_spec(textures: str) -> mujoco.MjSpec:
         return spec
 
     sky = next(texture for texture in spec.textures if texture.type == mujoco.mjtTexture.mjTEXTURE_SKYBOX)
-    sky.rgb1, sky.rgb2 = [0.18, 0.44, 0.78], [1, 1, 1]  # overhead and underfoot
+    sky.rgb1, sky.rgb2 = [0.18, 0.44, 0.78], [1, 1, 1]
     tiles = spec.texture("texplane")  # a chessboard would be most of what a model sees
     tiles.builtin = mujoco.mjtBuiltin.mjBUILTIN_FLAT
     tiles.mark = mujoco.mjtMark.mjMARK_EDGE
@@ -678,7 +677,7 @@ class Scene:
             render_rgb=True, render_depth=False, render_seg=False, render_skybox=True, use_shadows=True,
             samples_per_pixel=supersample, enable_emission=False, enable_per_light_ambient=False
         )  # fmt: skip
-        self.render(torch.zeros(1, POSE_SIZE))  # compiles kernels (the first time for 20 s) in one thread
+        self.render(torch.zeros(1, POSE_SIZE))  # compiles kernels, once for 20 s
 
     def render(self, poses: torch.Tensor) -> tuple[torch.Tensor, Points]:
         """Poses (N, 24) -> frames (N, 3, height, width) uint8, and the body's points."""
@@ -695,9 +694,9 @@ class Scene:
             wp.to_torch(self.data.qpos)[:n] = poses[i].to(self.device)
             with self.lock:
                 wp.set_device(self.warp_device)
-                mujoco_warp.kinematics(self.model, self.data)  # where bodies and geoms are
+                mujoco_warp.kinematics(self.model, self.data)  # bodies and geoms
                 mujoco_warp.com_pos(self.model, self.data)
-                mujoco_warp.camlight(self.model, self.data)  # where lights and cameras hang
+                mujoco_warp.camlight(self.model, self.data)  # lights and cameras
                 mujoco_warp.refit_bvh(self.model, self.data, self.context)
                 mujoco_warp.render(self.model, self.data, self.context)
             pixels = wp.to_torch(self.context.rgb_data)[:n].view(torch.uint8)  # blue, green, red, alpha
@@ -720,7 +719,7 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, args: Args) -
         for t in trange(args.episode_length, desc="film", leave=False, disable=None):
             frame = scene.render(states[t, n : n + 1, :POSE_SIZE])[0][0].cpu()
             image = Image.fromarray(frame.permute(1, 2, 0).numpy())
-            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even, and a strip
+            image = image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2 + 24))  # even; a strip
             text = f"step {t + 1}   reward {labels[t, n, 0]:.3f}"
             ImageDraw.Draw(image).text((8, image.height - 21), text, "white", font_size=14)
             film.write_frame(np.asarray(image))
@@ -759,7 +758,7 @@ def open_run(args: Args, labeller: Labeller, rb: ReplayBuffer, parts: dict) -> t
     while rb.rounds < end:
         states, actions, rewards = torch.load(f"{args.run_dir}/rounds/{rb.rounds}.pt")["round"]
         rb.add(states, actions, rewards)
-    if end:
+    if end and args.reward == "clip":
         labeller.check(states[1::25, :, :POSE_SIZE].flatten(0, 1), rewards[::25].flatten())
     return kept["step"], kept["best_return"]
 

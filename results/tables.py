@@ -47,7 +47,8 @@ RUNS = {}
 for kind, row in KINDS.items():
     first, _, last = row["seeds"].partition("-")
     for seed in range(int(first), int(last or first) + 1):
-        RUNS[f"{kind}_{seed}"] = row["script"], f"{row['options']} --seed {seed}".strip()
+        options = row["options"].replace("SEED", str(seed))  # of a head
+        RUNS[f"{kind}_{seed}"] = row["script"], f"{options} --seed {seed}".strip()
 TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("table1/")]
 CLAIMS = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 PREDICTED = ("cartpole", "mountaincar", "table1", "prompts", "figure3", "contrastive", "threshold", "ladder")
@@ -141,7 +142,7 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         frames = output / "frames" / f"{name}.jpg"
         frames.parent.mkdir(parents=True, exist_ok=True)
         strip.save(frames, quality=85)
-        if name == "table1/kneeling_101":
+        if name == "table1/kneeling_201":
             iio.imwrite(output / "kneeling.gif", episode[::2], duration=60, loop=0)
     write(output / "curves" / f"{claim}.csv", rounds)
     write(output / f"{claim}.csv", rows)
@@ -249,11 +250,12 @@ def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> s
 LOOP = ("script", "CLIP model", "precision", "encode_image", "update", "loop", "efficiency (range)")
 PLAIN = ("script", "ours", "ours ÷ every step", "ours ÷ end of episode")
 VIT_TOO = ("throughput", "throughput_vit_bf16", "throughput_vit_fp32")
-ALONE = ("cartpole", "mountaincar", "figure3", "prompts", "preferences", "shaping")
+ALONE = ("cartpole", "mountaincar", "prompts", "preferences", "shaping")
 TABLES = {claim: partial(runs_table, claim) for claim in ALONE} | {
     "mattered": partial(runs_table, "mattered", late=True),
     "table1": partial(runs_table, "table1", "precision"),
-    "rewards": partial(runs_table, "contrastive", "threshold"),
+    "figure3": partial(runs_table, "figure3", "distractors"),
+    "rewards": partial(runs_table, "alpha", "contrastive", "threshold"),
     "agreement": partial(judged_table, "cartpole", "mountaincar", *TASKS),
     "robustness": partial(printed_table, "robustness", columns=("the picture", "α = 0", "α = 1")),
     "throughput": partial(printed_table, *VIT_TOO, columns=LOOP),
@@ -373,6 +375,36 @@ def plot_preferences(output: Path) -> None:
     left.grid(alpha=0.3)
     right.set_title("in training, 50 questions every 6,400 steps: median and quartiles", fontsize="small")
     figure.suptitle("CartPole from a teacher's preferences", fontsize="medium")
+
+
+def plot_mend(output: Path) -> None:
+    """Success against the number of labels, each seed, and the mean."""
+    kinds = [(kind, list(rows)) for kind, rows in groupby(read(output / "mend.csv"), kind_of)]
+    _, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    for place, (_, rows) in enumerate(kinds):
+        success = [float(row["success_rate"]) for row in rows]
+        axis.plot([place] * len(rows), success, "o", alpha=0.5)
+        axis.plot(place, np.mean(success), "_k", markersize=24)
+    names = [textwrap.fill(KINDS[kind]["called"], 16) for kind, _ in kinds]
+    axis.set_xticks(range(len(kinds)), names, fontsize="small")
+    axis.set(ylabel="success rate", ylim=(-0.05, 1.05))
+    axis.grid(alpha=0.3)
+
+
+def plot_ladder(output: Path) -> None:
+    """Average precision of earlier and later models' rewards, and success with them, against their age."""
+    _, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", sharey=True)
+    for axis, script in zip(axes, ("cartpole", "mountaincar")):
+        rows = [
+            row for row in read(output / "predict.csv") if row["group"] == "ladder" and row["task"] == script
+        ]
+        ages = [row["name"].partition("-")[2] for row in rows]
+        for column in ("average_precision", "success_rate"):
+            axis.plot(ages, [float(row[column]) for row in rows], "o-", label=column.replace("_", " "))
+        axis.set_title(script)
+        axis.set_xlabel("batches that the model was trained with")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
 
 
 def plot_shaping(output: Path) -> None:

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import dqn_clip_cartpole
+import sac_clip_humanoid
 import sac_clip_mountaincar
 from clip_reward import CLIPReward, UsageError
 from code_reward.client import picture
 from neighbours import dqn_preference_cartpole as preference
+from neighbours import sac_distractors_humanoid as distractors
 from neighbours import sac_shaped_mountaincar as shaped
+from reward_check import robustness
 
 SHORT = """--clip-model tiny --device cpu --precision fp32 --num-envs 4 --episode-length 20 --total-timesteps 400
     --learning-starts 80 --batch-size 32 --gradient-steps 5 --episodes 2 --clip-batch-size 32""".split()
@@ -199,6 +202,24 @@ def test_two_policies_take_turns():
     for turn, own in zip(relay.turn.tolist(), means.T):
         changes = (own[1:] != own[:-1]).nonzero()[:, 0] + 1
         assert changes.tolist() == list(range(turn, 200, turn)) and 25 <= turn <= 100
+
+
+# ---- Distractors
+
+
+def test_boxes_stand_in_what_is_rewarded(call, tmp_path, monkeypatch):
+    plain = sac_clip_humanoid.Scene
+    monkeypatch.setattr(sac_clip_humanoid, "Scene", plain)  # put back afterwards
+    monkeypatch.setattr(sac_clip_humanoid, "write_result", lambda *_: None)
+    few = ["--num-envs", "2", "--episode-length", "8", "--total-timesteps", "32", "--learning-starts", "16"]
+    call(distractors, *SHORT, *few, "--run-dir", tmp_path / "run")
+    states, _, rewards = torch.load(tmp_path / "run/rounds/1.pt")["round"]
+    args = distractors.Args(device="cpu", precision="fp32")
+    for scene, same in ((robustness.Surrounded, True), (plain, False)):
+        monkeypatch.setattr(sac_clip_humanoid, "Scene", scene)
+        poses = states[1:, :, : sac_clip_humanoid.POSE_SIZE].flatten(0, 1)
+        again = sac_clip_humanoid.Worker(args, torch.device("cpu")).label(poses)[:, 0]
+        assert torch.allclose(again, rewards.flatten(), atol=1e-4) == same
 
 
 # ---- Short trainings

@@ -500,7 +500,7 @@ def test_a_run_goes_on_with_no_other_reward(changed, copied, monkeypatch):
 
 
 @pytest.mark.slow("mountaincar")
-@pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path, monkeypatch):
     """CartPole's is standardized where it is learned from."""
     module, learned = SCRIPTS[script], []

@@ -13,7 +13,7 @@ import sac_clip_humanoid as humanoid
 import sac_clip_mountaincar as car
 from clip_reward import CLIPReward
 from reward_check.reward_models import epic_distance
-from tiny_clip import captions, scenes, train
+from tiny_clip import captions, scenes, train, visited
 
 SCENES = list(train.SHARES)
 CPU = torch.device("cpu")
@@ -230,3 +230,17 @@ def test_training_writes_a_model_that_loads_and_the_same_again(tmp_path):
     goals = [CLIPReward(f"local-dir:{tmp_path / name}", "pole upright").goal for name in ("a", "b/0", "b/2")]
     assert not torch.equal(goals[0], goals[1]) and not torch.equal(goals[0], goals[2])
     assert CLIPReward(f"local-dir:{tmp_path / 'a'}", "pole upright").size == (64, 64)
+
+
+def test_of_what_policies_visited_half_is_what_was_rewarded_most(call, tmp_path):
+    (tmp_path / "rounds").mkdir()
+    for k in range(2):
+        states = torch.zeros(26, 4, 30)
+        states[1:] = torch.arange(100.0).view(25, 4, 1) + 100 * k
+        torch.save({"round": (states, None, states[1:, :, 0] * (1 - 2 * k))}, tmp_path / f"rounds/{k}.pt")
+    for n in (1, 2):  # the second time it adds
+        call(visited, "--run-dirs", tmp_path, "--states", 50, "--output", tmp_path / "visited.npy")
+        found = np.load(tmp_path / "visited.npy")
+        assert found.dtype == np.float16 and found.shape == (50 * n, 24)
+    best = (found[:, 0] >= 80) & (found[:, 0] < 100)  # a tenth of 200
+    assert 50 <= best.sum() < 80 and len(np.unique(found[~best, 0])) > 20

@@ -40,10 +40,14 @@ def states_of(run_dir: Path, n: int, rng: np.random.Generator) -> np.ndarray:
     return poses[torch.from_numpy(chosen)].numpy().astype(np.float16)
 
 
-if __name__ == "__main__":
+def main() -> None:
     args = tyro.cli(Args)
     rng = np.random.default_rng(args.seed)
     before = [np.load(args.output)] if args.output.exists() else []
     visited = np.concatenate(before + [states_of(run_dir, args.states, rng) for run_dir in args.run_dirs])
     np.save(args.output, visited)
     print(f"{args.output}: {len(visited)} states")
+
+
+if __name__ == "__main__":
+    main()
