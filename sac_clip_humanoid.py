@@ -50,12 +50,12 @@ class Args(RewardArgs):
     """Teach a humanoid with a sentence: SAC on a CLIP model's reward (in brackets: the paper's values)."""
 
     prompt: tuple[str, ...] | None = None  # the goal (default: that of --task)
-    task: Task | None = None  # whose success is measured (default: that of the prompt, if any)
+    task: Task | None = None  # whose success is measured (default: the prompt's)
     baseline_prompt: tuple[str, ...] = ("a humanoid robot",)  # the scene in general
     goal_baseline_alpha: float = 0.0  # α: 0 plain cosine (as in Table 1)
     textures: Literal["realistic", "original"] = "realistic"  # plastic and metal, or Gymnasium's
     camera: Literal["fixed", "original"] = "fixed"  # the paper's, or Gymnasium's, which follows
-    supersample: int = 1  # N: N x N rays a pixel of what CLIP sees (the video: 2)
+    supersample: int = 1  # N: N x N rays a pixel of what CLIP sees
     reward: Literal["clip", "ground-truth"] = "clip"  # ground truth: the task's condition
 
     seed: int = 1  # of weights, start states and exploration
@@ -167,18 +167,20 @@ class ReplayBuffer:
         self.mean = kept.mean()
         self.std = kept.std(correction=0) + 1e-8
 
-    def sample(self, batch_size: int, n_step: int) -> tuple[torch.Tensor, ...]:
-        """Uniformly -> states (B, S), those n_step later, actions (B, 17), rewards between (n_step, B).
+    def sample(self, args: Args) -> tuple:
+        """Uniformly -> obs (B, S - 2), those n steps later, actions (B, 17), n-step returns (B,), γⁿ.
 
         Rewards are standardized: CLIP's are nearly alike. Without early ends no best policy changes.
         """
         _, steps, num_envs = self.rewards.shape
-        starts = steps - n_step + 1  # nothing reaches beyond the end of an episode
+        starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
         size = min(self.rounds, self.capacity) * starts * num_envs
-        k = torch.randint(size, (batch_size,), device=self.rewards.device)
+        k = torch.randint(size, (args.batch_size,), device=self.rewards.device)
         i, t, n = k // (starts * num_envs), k // num_envs % starts, k % num_envs
-        rewards = (torch.stack([self.rewards[i, t + j, n] for j in range(n_step)]) - self.mean) / self.std
-        return self.states[i, t, n], self.states[i, t + n_step, n], self.actions[i, t, n], rewards
+        between = [(self.rewards[i, t + j, n] - self.mean) / self.std for j in range(args.n_step)]
+        n_step_return = sum(args.gamma**j * reward for j, reward in enumerate(between))
+        obs, next_obs = (self.states[i, at, n][:, 2:] for at in (t, t + args.n_step))
+        return obs, next_obs, self.actions[i, t, n], n_step_return, args.gamma**args.n_step
 
 
 # ---- Networks and update
@@ -207,11 +209,11 @@ class Normalize(nn.Module):
 
 
 class SoftQNetwork(nn.Sequential):
-    """Normalized observations (N, O) and actions (N, 17) -> action values (N,)."""
+    """Normalized observations (N, O) and actions (N, A) -> action values (N,)."""
 
-    def __init__(self, obs_size: int):
+    def __init__(self, obs_size: int, action_size: int):
         super().__init__(
-            nn.Linear(obs_size + ACTION_SIZE, 256), nn.LayerNorm(256), nn.ReLU(),
+            nn.Linear(obs_size + action_size, 256), nn.LayerNorm(256), nn.ReLU(),
             nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 1)
         )  # fmt: skip
 
@@ -227,21 +229,21 @@ class Critics(nn.ModuleList):
 
 
 class Actor(nn.Sequential):
-    """Normalized observations (N, O) -> mean and log σ (N, 17) of a Gaussian, whose tanh acts."""
+    """Normalized observations (N, O) -> mean and log σ (N, A) of a Gaussian, whose tanh acts."""
 
-    def __init__(self, obs_size: int):
+    def __init__(self, obs_size: int, action_size: int):
         super().__init__(
             nn.Linear(obs_size, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
-            nn.Linear(256, 2 * ACTION_SIZE)
+            nn.Linear(256, 2 * action_size)
         )  # fmt: skip
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, log_std = super().forward(obs).split(ACTION_SIZE, dim=1)
+        mean, log_std = super().forward(obs).chunk(2, dim=1)
         return mean, log_std.clamp(-5, 2)  # a floor for exploration (-20)
 
 
 def squash(mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor) -> tuple:
-    """A Gaussian and standard normal noise (N, 17) -> tanh of its sample, and log probability (N,)."""
+    """A Gaussian and standard normal noise (N, A) -> tanh of its sample, and log probability (N,)."""
     raw = mean + log_std.exp() * noise
     log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
     log_prob -= 2 * (math.log(2) - raw - F.softplus(-2 * raw))  # log of tanh's slope, without underflow
@@ -251,12 +253,11 @@ def squash(mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor) -> tu
 class SAC(nn.Module):
     """All that is learned, with the running means and the observations' scale."""
 
-    def __init__(self, state_size: int, args: Args):
+    def __init__(self, obs_size: int, action_size: int, args: Args):
         super().__init__()
-        obs_size = state_size - 2
         self.obs_norm = Normalize(obs_size)
-        self.actor = Actor(obs_size)
-        self.critics = Critics(SoftQNetwork(obs_size) for _ in range(2))
+        self.actor = Actor(obs_size, action_size)
+        self.critics = Critics(SoftQNetwork(obs_size, action_size) for _ in range(2))
         self.mean_actor = deepcopy(self.actor)
         self.target_critics = deepcopy(self.critics)
         self.log_ent_coef = nn.Parameter(torch.tensor(math.log(args.ent_coef)))
@@ -273,15 +274,14 @@ class SAC(nn.Module):
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, args: Args) -> dict:
     """One update by a batch of transitions -> what to log."""
-    states, next_states, actions, rewards = batch
-    obs = sac.obs_norm(states[:, 2:])
-    next_obs = sac.obs_norm(next_states[:, 2:])
+    obs, next_obs, actions, n_step_return, discount = batch
+    obs = sac.obs_norm(obs)
+    next_obs = sac.obs_norm(next_obs)
     ent_coef = sac.log_ent_coef.detach().exp()
-    n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
     with torch.no_grad():  # every last state bootstraps
         next_actions, next_log_prob = squash(*sac.actor(next_obs), torch.randn_like(actions))
         next_q = torch.min(*sac.target_critics(next_obs, next_actions))
-        td_target = n_step_return + args.gamma**args.n_step * (next_q - ent_coef * next_log_prob)
+        td_target = n_step_return + discount * (next_q - ent_coef * next_log_prob)
     q_values = sac.critics(obs, actions)
     qf_loss = (q_values - td_target).square().mean(dim=1).sum()
     optimizers["q_optimizer"].zero_grad()
@@ -297,7 +297,7 @@ def sac_update(sac: SAC, optimizers: dict, batch: tuple, update_actor: bool, arg
         actor_loss.backward(inputs=[*sac.actor.parameters()])  # the critics need no gradient of it
         optimizers["actor_optimizer"].step()
 
-        entropy_gap = -(log_prob.detach() - ACTION_SIZE).mean()  # above -17
+        entropy_gap = -(log_prob.detach() - actions.shape[1]).mean()  # above -A
         ent_coef_loss = sac.log_ent_coef.exp() * entropy_gap
         optimizers["ent_coef_optimizer"].zero_grad()
         ent_coef_loss.backward()
@@ -352,7 +352,7 @@ def train(args: Args, labeller: Labeller) -> None:
     envs = Humanoids(args.num_envs)
     state_size = envs.single_observation_space.shape[0]
     torch.manual_seed(args.seed)
-    sac = SAC(state_size, args).to(device)
+    sac = SAC(state_size - 2, ACTION_SIZE, args).to(device)
     optimizers = sac.optimizers(args.learning_rate)
     rb = ReplayBuffer(state_size, args, device)
     a_round = args.num_envs * args.episode_length  # steps
@@ -385,8 +385,7 @@ def train(args: Args, labeller: Labeller) -> None:
         if rb.rounds > 0 and not warmup:
 
             def update(update_actor: bool) -> dict:
-                batch = rb.sample(args.batch_size, args.n_step)
-                return sac_update(sac, optimizers, batch, update_actor, args)
+                return sac_update(sac, optimizers, rb.sample(args), update_actor, args)
 
             if device.type == "cuda":
                 from scale.cuda_graphs import replayed
@@ -696,7 +695,7 @@ class Scene:
                 wp.set_device(self.warp_device)
                 mujoco_warp.kinematics(self.model, self.data)  # bodies and geoms
                 mujoco_warp.com_pos(self.model, self.data)
-                mujoco_warp.camlight(self.model, self.data)  # lights and cameras
+                mujoco_warp.camlight(self.model, self.data)
                 mujoco_warp.refit_bvh(self.model, self.data, self.context)
                 mujoco_warp.render(self.model, self.data, self.context)
             pixels = wp.to_torch(self.context.rgb_data)[:n].view(torch.uint8)  # blue, green, red, alpha
@@ -782,7 +781,7 @@ def main(Args: type = Args, Worker: type = Worker, train=train) -> None:
     args = read_settings(Args)
     labeller = Labeller(Worker, args)
     if args.evaluate:
-        policy = SAC(Humanoids(1).single_observation_space.shape[0], args).policy
+        policy = SAC(Humanoids(1).single_observation_space.shape[0] - 2, ACTION_SIZE, args).policy
         load(args.evaluate, Args, policy=policy)
         write_result(f"{args.evaluate.removesuffix('.pt')}_evaluation", policy, labeller, args)
         return

@@ -100,7 +100,8 @@ def parts(script: ModuleType, settings) -> tuple:
     else:
         envs = script.Humanoids(settings.num_envs)
         envs.pool = ThreadPoolExecutor(1)  # alone on one core, as the other phases
-        sac = script.SAC(envs.single_observation_space.shape[0], settings).to(device)
+        obs_size = envs.single_observation_space.shape[0] - 2
+        sac = script.SAC(obs_size, script.ACTION_SIZE, settings).to(device)
     optimizers = sac.optimizers(settings.learning_rate)
     for optimizer in optimizers.values():
         optimizer.param_groups[0]["capturable"] = True
@@ -115,7 +116,7 @@ def sampler(script: ModuleType, states: torch.Tensor, actions: torch.Tensor, set
         return partial(script.sample, tuple(part[None] for part in a_round), settings)
     rb = script.ReplayBuffer(states.shape[2], settings, device)
     rb.add(*a_round)
-    return partial(rb.sample, settings.batch_size, settings.n_step)
+    return partial(rb.sample, settings)
 
 
 def rate(work: Callable, batches: list, threads: int = 1) -> float:

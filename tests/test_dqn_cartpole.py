@@ -122,14 +122,17 @@ def test_a_sample_pairs_states_that_are_n_steps_apart_with_the_rewards_between(s
     n, humanoid = N_STEP[script], script is sac_clip_humanoid
     sizes = {"episode_length": 6, "num_envs": 3, "total_timesteps": 10**6, "buffer_size": 60}
     args = replace(script.Args(), batch_size=3000, **sizes)
-    rb = sac_clip_humanoid.ReplayBuffer(2, args, torch.device("cpu")) if humanoid else deque(maxlen=4)
+    rb = sac_clip_humanoid.ReplayBuffer(4, args, torch.device("cpu")) if humanoid else deque(maxlen=4)
     rounds = [1000.0 * k + 10 * torch.arange(7)[:, None] + torch.arange(3) for k in range(7)]
     for k, numbers in enumerate(rounds):
-        states = numbers[:, :, None].expand(7, 3, 2)
+        states = numbers[:, :, None].expand(
+            7, 3, 4 if humanoid else 2
+        )  # the humanoid's first two are not seen
         if humanoid:
             rb.add(states, states[:-1, :, :1].expand(6, 3, 17) % 2, 10 * numbers[:-1])
             assert rb.rounds == k + 1 and rb.capacity == 4  # 60 transitions in whole rounds
-            obs, next_obs, actions, rewards = rb.sample(3000, n)
+            obs, next_obs, actions, rewards, discount = rb.sample(args)
+            assert discount == args.gamma**n
         else:
             rb.append((states, states[:-1, :, 0] % 2, 10 * numbers[:-1]))
             obs, next_obs, actions, rewards = script.sample(tuple(map(torch.stack, zip(*rb))), args)
@@ -140,6 +143,7 @@ def test_a_sample_pairs_states_that_are_n_steps_apart_with_the_rewards_between(s
         expected = torch.stack([10 * obs[:, 0] + 100 * step for step in range(n)])
         if humanoid:  # standardized
             expected = (expected - 10 * kept.mean()) / (10 * kept.std(correction=0))
+            expected = sum(args.gamma**step * reward for step, reward in enumerate(expected))
         torch.testing.assert_close(rewards, expected, rtol=1e-4, atol=1e-3)
 
 

@@ -27,7 +27,7 @@ def test_environment_is_gymnasiums_and_an_evaluation_has_no_noise():
     envs = sac_clip_humanoid.Humanoids(3)
     options = {"terminate_when_unhealthy": False, "exclude_current_positions_from_observation": False}
     env = gym.make("Humanoid-v5", **options).unwrapped
-    for seed, policy in ((5, None), (9, SAC(size, args).policy)):
+    for seed, policy in ((5, None), (9, SAC(size - 2, 17, args).policy)):
         states, actions = rollout(policy, 0.0, envs, SimpleNamespace(add=lambda _: None), seed, args)
         assert states.shape == (101, 3, size) and actions.shape == (100, 3, 17)
         if policy:  # it sees all but the place on the floor

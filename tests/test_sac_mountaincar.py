@@ -58,10 +58,10 @@ def test_sac_explores_with_correlated_noise(script, num_envs):
 
 
 def make_sac(script) -> tuple:
-    """-> settings, and networks in float64 that see two numbers (the humanoid's states have two more)."""
+    """-> settings, and networks in float64 that see two numbers."""
     torch.manual_seed(0)
     args = script.Args(gamma=0.9, ent_coef=0.2, tau=0.25, n_step=3)
-    sac = script.SAC(4, args) if script is sac_clip_humanoid else script.SAC()
+    sac = script.SAC(2, 17, args) if script is sac_clip_humanoid else script.SAC()
     sac.actor = sac.policy if script is sac_clip_mountaincar else sac.actor
     return args, sac.double()
 
@@ -97,18 +97,20 @@ def test_one_update_is_sacs(script):
     for name in means:  # somewhere else than what they follow
         for weight in getattr(sac, name).parameters():
             weight.data += 0.02 * torch.randn_like(weight)
-    states = 0.3 * torch.randn(2, 16, 2 if is_car else 4).double()
+    states = 0.3 * torch.randn(2, 16, 2).double()
     actions = torch.rand(16, ACTION_SIZE[script]).double() * 2 - 1
     rewards = torch.rand(args.n_step, 16).double()
-    scaled = states[:, :, -2:]  # the humanoid's place on the floor is not seen
+    scaled = states
+    td_target = sum(0.9**k * reward for k, reward in enumerate(rewards))
+    batch = (*states, actions, rewards)
     if not is_car:
+        batch = (*states, actions, td_target, 0.9 ** len(rewards))
         sac.obs_norm.update(0.5 * torch.randn(100, 2) + 0.1)
         scaled = (scaled - sac.obs_norm.mean) / (sac.obs_norm.var + 1e-8).sqrt()
     obs, next_obs = scaled
     old = deepcopy(sac)
     groups = {name: adam.param_groups[0]["params"] for name, adam in sac.optimizers(0.1).items()}
     optimizers = {name: torch.optim.SGD(group, 0.1) for name, group in groups.items()}
-    batch = (*states, actions, rewards)
     torch.manual_seed(1)
     script.sac_update(sac, optimizers, batch, *([] if is_car else [True]), args)
     torch.manual_seed(1)
@@ -116,7 +118,6 @@ def test_one_update_is_sacs(script):
 
     next_actions, next_log_prob = act(old.actor, next_obs, noise[0])
     targets = [critic(next_obs, next_actions) for critic in old.target_critics]
-    td_target = sum(0.9**k * reward for k, reward in enumerate(rewards))
     td_target = td_target + 0.9 ** len(rewards) * (torch.minimum(*targets) - 0.2 * next_log_prob).detach()
     new_actions, log_prob = act(old.actor, obs, noise[1])
     new_q = torch.minimum(*(critic(obs, new_actions) for critic in sac.critics))

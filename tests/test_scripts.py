@@ -500,7 +500,7 @@ def test_a_run_goes_on_with_no_other_reward(changed, copied, monkeypatch):
 
 
 @pytest.mark.slow("mountaincar")
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["dqn_clip_cartpole", "sac_clip_mountaincar"])
 def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path, monkeypatch):
     """CartPole's is standardized where it is learned from."""
     module, learned = SCRIPTS[script], []
@@ -516,6 +516,20 @@ def test_ground_truth_reward_is_what_the_flag_trains_on(script, tmp_path, monkey
     if script == "dqn_clip_cartpole":
         assert learned[-1].mean().abs() < 1e-5 and learned[-1].std().item() == pytest.approx(1, abs=0.01)
     train(script, "--resume", run_dir)
+
+
+@pytest.mark.slow
+def test_the_robots_ground_truth_is_the_condition_of_its_task(tmp_path):
+    words = "--reward ground-truth --task standing-up --episode-length 40 --total-timesteps 300".split()
+    run_dir = train("sac_clip_humanoid", *SHORT, *words, "--run-dir", tmp_path / "run")
+    states, _, rewards = map(torch.stack, zip(*rounds(run_dir).values()))
+    poses = states[:, 1:, :, : sac_clip_humanoid.POSE_SIZE].flatten(0, 2)
+    _, points = Scene(8, 8, "original", "fixed", 1, len(poses), CPU).render(poses)
+    assert torch.equal(rewards.flatten(), sac_clip_humanoid.standing_up(points).float())
+    assert 0 < rewards.mean() < 1
+    best = torch.load(run_dir / "best.pt", weights_only=True)
+    assert 0 <= best["best_return"] <= 40  # a count of steps, as CLIP's rewards are not
+    train("sac_clip_humanoid", "--resume", run_dir)
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0.3}, {"threshold": 0.5}])
