@@ -67,8 +67,8 @@ class CLIPReward(torch.nn.Module):
     """Frames -> rewards: `goal_baseline_reward`, with negative prompts `contrastive_reward`.
 
     The model is open_clip's `NAME/TAG`, `NAME/weights.pt`, `hf-hub:org/name` or `local-dir:PATH`, or `tiny`;
-    else UsageError. Of several prompts the embeddings' mean counts. The temperature is by default the model's
-    own. With a threshold β the reward is 1 where R(s) > β, else 0.
+    else UsageError. Of several prompts the embeddings' mean counts. With a threshold β the reward is 1 where
+    R(s) > β, else 0.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CLIPReward(torch.nn.Module):
                 goal = read(head, clip_model, goal)["goal"].to(device)
             baseline = self.embed_text(baseline_prompts or prompts).mean(0)
             negatives = self.embed_text(negative_prompts) if negative_prompts else None  # (K, D)
-        except Exception as error:  # files and downloads fail in many ways
+        except Exception as error:  # downloads fail in many ways
             raise UsageError(f"cannot use {clip_model}: {' '.join(str(error).split())[:300]}") from error
         self.model.visual.to(memory_format=torch.channels_last)  # convolutions are up to twice as fast
         self.alpha = alpha
@@ -201,7 +201,7 @@ def native_precision(device: str | torch.device) -> str:
 
 @dataclass
 class RewardArgs:
-    """What is rewarded, by which model, and where; the scripts' own `Args` begin with these."""
+    """What is rewarded, by which model, where; the scripts' `Args` begin with these."""
 
     prompt: tuple[str, ...] = ()  # the goal; several sentences are averaged
     baseline_prompt: tuple[str, ...] = ()  # the scene in general
@@ -230,6 +230,8 @@ class RewardArgs:
         random_steps = a_round * max(1, math.ceil(self.learning_starts / a_round))
         if self.total_timesteps <= random_steps:
             raise UsageError(f"nothing would be learned: the first {random_steps} steps are random")
+        if self.n_step > self.episode_length:
+            raise UsageError("--n-step is above --episode-length")
 
     def check_resumed(self, before: "RewardArgs") -> None:
         """A run keeps its settings, but a few."""
@@ -240,7 +242,7 @@ class RewardArgs:
 
 
 def make_reward(args: RewardArgs, device: torch.device):
-    """-> the `CLIPReward` of these settings, or a `ProgramReward`."""
+    """-> the `CLIPReward` or `ProgramReward` of these settings."""
     if args.clip_model.endswith(".py"):
         from code_reward.program import ProgramReward
 
@@ -272,7 +274,7 @@ class Labeller:
 
     def __init__(self, Worker: type, args: RewardArgs):
         torch.set_num_threads(1)
-        sys.setswitchinterval(0.0005)  # s; with 0.005 threads wait too long for the interpreter
+        sys.setswitchinterval(0.0005)  # s; with 0.005 threads wait too long
         devices = [torch.device("cpu")]
         if args.device == "cuda":
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -294,8 +296,8 @@ class Labeller:
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         self.batch_size = args.clip_batch_size
         self.binary = args.clip_model.endswith(".py") or args.threshold is not None
-        self.rest = None  # states that do not fill a batch yet
-        self.tasks = []  # batches, and what becomes of each
+        self.rest = None  # states short of a batch
+        self.tasks = []  # batches, and their futures
 
     def add(self, states: torch.Tensor, last: bool = False) -> None:
         """Take in states (N, …); a batch begins when it is full and more come."""

@@ -243,4 +243,4 @@ def test_of_what_policies_visited_half_is_what_was_rewarded_most(call, tmp_path)
         found = np.load(tmp_path / "visited.npy")
         assert found.dtype == np.float16 and found.shape == (50 * n, 24)
     best = (found[:, 0] >= 80) & (found[:, 0] < 100)  # a tenth of 200
-    assert 50 <= best.sum() < 80 and len(np.unique(found[~best, 0])) > 20
+    assert 50 <= best.sum() < 80 and len(np.unique(found[~best, 0])) > 10

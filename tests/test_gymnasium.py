@@ -1,0 +1,207 @@
+"""examples/sac_clip_gymnasium.py: what ends are worth, windows, frames, resuming, a toy that is learned."""
+
+import os
+import signal
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from clip_reward import UsageError
+from examples import sac_clip_gymnasium as script
+
+PROGRAM = """
+import numpy as np
+SIZE = 16, 24
+def column(pixels):
+    return (255 - pixels[..., 0].astype(np.int32)).sum(1).argmax(1)
+"""
+PROGRAM += "".join(f"def beyond_{k}(frames):\n    return column(frames) > {k}\n" for k in range(2, 22, 2))
+
+
+class Dot(gymnasium.Env):
+    """A dot on a white picture; actions in [-2, 2] move it; at the right edge the episode ends."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
+    observation_space = gymnasium.spaces.Dict({"x": gymnasium.spaces.Box(-1, 1, (1,))})
+    action_space = gymnasium.spaces.Box(-2, 2, (1,))
+
+    def __init__(self, render_mode=None, what=""):
+        self.render_mode = render_mode
+        self.what = what
+        if what == "discrete":
+            self.action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = self.np_random.uniform(-0.5, 0)
+        return {"x": np.float32([self.x])}, {}
+
+    def step(self, action):
+        self.x = np.clip(self.x + 0.05 * action[0], -1, 1)
+        if self.what == "dies" and self.np_random.random() < 0.01:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = np.nan if self.what == "nan" else self.x
+        return {"x": np.float32([x])}, self.x, bool(self.x > 0.9), False, {"is_success": self.x > 0.5}
+
+    def render(self):
+        if self.what == "none":
+            return None
+        frame = np.full((64, 96, 3), 255, np.uint8)
+        column = round(47 + 40 * self.x)
+        frame[24:40, max(column - 6, 0) : column + 6] = (0, 0, 200)
+        return frame
+
+
+gymnasium.register("Dot-v0", Dot, max_episode_steps=30)
+SHORT = """--env-id Dot-v0 --num-envs 4 --device cpu --total-timesteps 720 --learning-starts 240 --gradient-steps 8
+    --evaluate-every 240 --episodes 4""".split()
+
+
+@pytest.fixture
+def run(call, tmp_path, monkeypatch):
+    """Runs the script with the program above as reward: words -> the run's folder."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def run(*words):
+        call(script, "--clip-model", program, *words)
+
+    return run
+
+
+# ---- What an end is worth
+
+
+def a_round(length: int, terminated: bool) -> list[torch.Tensor]:
+    """Of one environment, T = 6: state t is t, action t is 10 t, the reward of the state after step t is t²."""
+    times = torch.arange(7.0)
+    rewards = times[:6].square()
+    rewards[length:] = rewards[length - 1]  # it stands still
+    parts = (
+        times.view(7, 1, 1),
+        10 * times[:6].view(6, 1, 1),
+        torch.tensor([length]),
+        torch.tensor([terminated]),
+    )
+    return [*parts, rewards[:, None]]
+
+
+@pytest.mark.parametrize("terminal", ["absorbing", "plain"])
+def test_a_terminal_state_earns_its_reward_for_ever_and_no_window_crosses_an_end(terminal):
+    args = script.Args(gamma=0.5, n_step=2, batch_size=500, terminal=terminal)
+    buffer = script.stacked([a_round(3, True), a_round(5, False)])
+    earned = torch.tensor([0, 1, 4, 0, 1, 4, 9, 16.0])  # not after the ends
+    r = (torch.arange(6.0).square() - earned.mean()) / earned.std(correction=0)
+    torch.manual_seed(0)
+    obs, next_obs, actions, returns, weight = script.sample(buffer, args)
+    assert torch.equal(actions, 10 * obs)
+    expected = {(0, 2): (r[0] + r[1] / 2, 0.25), (1, 3): (r[1] + r[2] / 2, 0.25)}  # bootstrapped from states
+    expected |= {(2, 4): (r[2] + r[3] / 2, 0.25), (3, 5): (r[3] + r[4] / 2, 0.25), (4, 5): (r[4], 0.5)}
+    # In the first round state 3 is terminal: r₂ is earned for ever, γ² r₂ / (1 - γ) after two steps.
+    ends = {(1, 3): (r[1] + r[2] / 2, r[2] / 2), (2, 3): (r[2], r[2])}
+    seen = set()
+    for row in zip(obs[:, 0].tolist(), next_obs[:, 0].tolist(), returns.tolist(), weight.tolist()):
+        *between, value, last = row
+        if last == 0:
+            earlier, forever = ends[tuple(between)]
+            assert value == pytest.approx(float(earlier + forever * (terminal == "absorbing")), abs=1e-5)
+        else:
+            assert (value, last) == pytest.approx(tuple(map(float, expected[tuple(between)])), abs=1e-5)
+        seen.add((*between, last == 0))
+    assert seen == {(*k, False) for k in expected} | {(*k, True) for k in ends}
+    if terminal == "absorbing":  # from the step before, all in all R / (1 - γ)
+        (value,) = {round(v, 4) for o, v, w in zip(obs[:, 0], returns.tolist(), weight) if o == 2 and w == 0}
+        assert value == pytest.approx(r[2].item() / (1 - 0.5), abs=1e-3)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("vectorization", ["async", "sync"])
+def test_frames_are_the_environments_own_and_an_episode_that_has_ended_stands_still(pad, vectorization):
+    args = script.Args(env_id="Dot-v0", num_envs=2, pad=pad, vectorization=vectorization)
+    envs = script.make_envs(args, (16, 16))
+    env = Dot("rgb_array")
+    obs, _ = envs.reset(seed=5)
+    env.reset(seed=6)  # as the second's
+    fit = ImageOps.pad if pad else Image.Image.resize
+    for _ in range(30):
+        expected = np.asarray(fit(Image.fromarray(env.render()), (16, 16)))
+        assert np.array_equal(obs["pixels"][1], expected) and abs(obs["state"][1, 0] - env.x) < 1e-5
+        done = env.x > 0.9
+        obs, reward, *_ = envs.step(np.float32([[0], [1]]))  # scaled to 2
+        if not done:
+            env.step([2.0])
+        assert obs["end"][1] == 2 * (env.x > 0.9) and (reward[1] == 0) == done
+    assert done and obs["end"].tolist() == [1, 2]  # the first one's time is over
+    obs, _ = envs.reset(seed=5)
+    assert obs["state"][1] < 0 and not obs["end"].any()  # it begins anew
+    envs.close()
+
+
+# ---- Trainings
+
+
+def weights(folder) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["sac"]
+
+
+def test_a_run_taken_up_again_is_the_unbroken_one(run, tmp_path, monkeypatch):
+    run(*SHORT, "--run-dir", tmp_path / "unbroken")
+    rollout, calls = script.rollout, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 6:  # round 4; rounds 2 and 3 were evaluated
+            raise KeyboardInterrupt
+        return rollout(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(script, "rollout", interrupted)
+        run(*SHORT, "--run-dir", tmp_path / "broken")
+    run("--resume", tmp_path / "broken")
+    one, other = weights(tmp_path / "unbroken"), weights(tmp_path / "broken")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    results = [(tmp_path / name / "result.json").read_text() for name in ("unbroken", "broken")]
+    assert (
+        results[0].replace("unbroken", "broken").split('"settings"')[0] == results[1].split('"settings"')[0]
+    )
+    assert (tmp_path / "broken/result.mp4").stat().st_size > 500
+    run("--evaluate", tmp_path / "broken/best.pt")
+    assert (tmp_path / "broken/best_evaluation.json").exists()
+
+
+@pytest.mark.slow
+def test_a_dot_learns_to_go_right_where_its_episode_ends(run, tmp_path, capsys):
+    words = (
+        "--total-timesteps 6000 --num-envs 8 --learning-starts 480 --gradient-steps 60 --vectorization sync"
+    )
+    run("--env-id", "Dot-v0", "--device", "cpu", *words.split(), "--run-dir", tmp_path / "run")
+    assert "success rate 1.00" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--env-id", "Nowhere-v0"], "Nowhere"),
+        (["--env-kwargs", '{"what": "discrete"}'], "dqn_clip_cartpole.py"),
+        (["--env-kwargs", '{"what": "none"}'], "numpy array"),
+        (["--env-kwargs", '{"what": "nan"}'], "not finite"),
+    ],
+)
+def test_what_cannot_be_trained_in_gets_a_line(run, tmp_path, words, says):
+    with pytest.raises((UsageError, TypeError, gymnasium.error.Error), match=says):
+        run(*SHORT, *words, "--run-dir", tmp_path / "run")
+
+
+def test_an_environment_that_dies_ends_the_run_which_can_go_on(run, tmp_path):
+    with pytest.raises((EOFError, OSError)):
+        run(*SHORT, "--env-kwargs", '{"what": "dies"}', "--run-dir", tmp_path / "run")
+    assert (tmp_path / "run/checkpoint.pt").exists()
+
+
+if sys.version_info >= (3, 12):  # forking a process with threads is warned of
+    pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
