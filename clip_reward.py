@@ -73,9 +73,9 @@ class CLIPReward(torch.nn.Module):
 
     def __init__(
         self, clip_model: str, prompts: Sequence[str], baseline_prompts: Sequence[str] = (),
-        alpha: float = 0.0, device: str | torch.device = "cpu", batch_size: int = 256, precision: str = "fp32",
-        negative_prompts: Sequence[str] = (), temperature: float | None = None, threshold: float | None = None,
-        head: str | None = None
+        alpha: float = 0.0, device: str | torch.device = "cpu", batch_size: int = 256,
+        precision: str = "fp32", negative_prompts: Sequence[str] = (), temperature: float | None = None,
+        threshold: float | None = None, head: str | None = None
     ):  # fmt: skip
         import open_clip
 

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment with continuous actions, learned from one sentence and the frames that it renders.
+"""Any Gymnasium environment with continuous actions, learned from one sentence and its own frames.
 
     python examples/sac_clip_gymnasium.py --env-id MountainCarContinuous-v0 --clip-model tiny \
         --prompt "a car at the peak of the mountain, next to the yellow flag"
@@ -11,8 +11,8 @@ are logged and never learned from.
 
 Who is paid for every frame avoids what ends an episode, even the goal, if nothing is earned afterwards. So a
 terminal state counts as absorbing: it earns its R(s) for ever, R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ).
-An episode that is cut short, by a limit or the round's end, has its last state's value bootstrapped. A round is
-an episode of each environment, from `reset(seed=…)`; one that has ended stands still.
+An episode that is cut short, by a limit or the round's end, has its last state's value bootstrapped. A round
+is an episode of each environment, from `reset(seed=…)`; one that has ended stands still.
 """
 
 import json
@@ -181,8 +181,8 @@ def sample(buffer: tuple, args: Args) -> tuple:
 
 @torch.no_grad()
 def rollout(policy, noise_scale: float, envs, labeller: Labeller, seed: int, args: Args) -> tuple:
-    """An episode of a policy, or at random -> a round: states (T + 1, N, O), actions (T, N, A), after how many
-    steps each ended and if in a terminal state (N,); and means of what the environments tell."""
+    """An episode of a policy, or at random -> a round: states (T + 1, N, O), actions (T, N, A), after how
+    many steps each ended and if in a terminal state (N,); and means of what the environments tell."""
     rng = torch.Generator().manual_seed(seed)
     obs, _ = envs.reset(seed=seed)
     states = [torch.from_numpy(obs["state"])]

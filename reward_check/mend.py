@@ -5,10 +5,7 @@
     python sac_clip_humanoid.py --prompt "..." --head runs/own.safetensors
 
 The weights of a logistic regression on the frozen embeddings, and on their cosine with the sentence, take the
-place of the sentence's embedding. New false positives show in the run's own rounds, to be labelled as well:
-
-    python -m reward_check.dataset --run-dirs runs/NAME --output runs/again
-    python -m reward_check.mend --dataset runs/again --head runs/own.safetensors --output runs/own2.safetensors
+place of the sentence's embedding (for α = 0). A second round labels what the run has found (--run-dirs).
 """
 
 import sys
@@ -53,10 +50,9 @@ def read(path: str, clip_model: str, sentence: torch.Tensor) -> dict[str, torch.
     """The tensors of a head (no code), refused with any other model or sentence, by its embedding (D,)."""
     with safe_open(path, "pt") as file:
         head = {name: file.get_tensor(name) for name in file.keys()}
-        made_for = file.metadata()
-    alike = F.cosine_similarity(head["sentence"], sentence.cpu(), dim=0)
-    if made_for["clip_model"] != clip_model or alike < 0.999:
-        raise UsageError(f"{path} is for other weights or prompts: {made_for}")
+        alike = file.metadata()["clip_model"] == clip_model
+        if not alike or F.cosine_similarity(head["sentence"], sentence.cpu(), dim=0) < 0.999:
+            raise UsageError(f"{path} is for other weights or prompts: {file.metadata()}")
     return head
 
 
@@ -76,7 +72,6 @@ def main() -> None:
     before = {"goal": sentence, "embeddings": frames[:0], "labels": torch.zeros(0, dtype=torch.bool)}
     if args.head:
         before = read(args.head, args.clip_model, sentence)
-
     rng = np.random.default_rng(args.seed)
     order = (frames @ before["goal"]).argsort(descending=True).numpy()
     best = args.labels // 2
@@ -84,8 +79,12 @@ def main() -> None:
     if args.wrong is None:
         path = args.output.with_suffix(".png")
         sheet.numbered(path, chosen, settings["pictures"])
-        numbers = input(f"{path} has {len(chosen)} frames. Which show “{'; '.join(prompts)}”? ")
-        answers = torch.tensor([str(k + 1) in numbers.split() for k in range(len(chosen))])
+        question = f"{path} has {len(chosen)} frames. Which show “{'; '.join(prompts)}”? "
+        numbers = input(question).replace(",", " ").split()
+        names = [str(k + 1) for k in range(len(chosen))]
+        if {*numbers} - {*names}:
+            raise UsageError(f"no frames have the numbers {sorted({*numbers} - {*names})}")
+        answers = torch.tensor([name in numbers for name in names])
     else:
         answers = label[chosen] ^ torch.from_numpy(rng.random(len(chosen)) < args.wrong)
     labels = torch.cat([before["labels"], answers])

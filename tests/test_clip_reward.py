@@ -214,6 +214,7 @@ def test_siglip_model_with_its_own_tokenizer(tmp_path):
     ("humanoid", ["a humanoid robot practicing gymnastics, doing the side splits"], []),
     ("cartpole", ["a Robot", "the pole dropped more than 30 degrees from upright"], ["robot"]),
     ("cartpole", ["the PHRASE has an N"], ["has", "phrase"]),
+    ("gymnasium", ["a car or a robot meditating in a spaceship"], ["spaceship"]),  # any scene's words
 ])  # fmt: skip
 def test_words_that_tiny_has_never_read_are_those_of_no_caption_of_the_scene(scene, texts, expected):
     """Neither of other scenes, held-out rewordings, conditions (tilt <= 3) nor placeholders."""

@@ -57,7 +57,8 @@ class Dot(gymnasium.Env):
 
 
 gymnasium.register("Dot-v0", Dot, max_episode_steps=30)
-SHORT = """--env-id Dot-v0 --num-envs 4 --device cpu --total-timesteps 720 --learning-starts 240 --gradient-steps 8
+SHORT = """--env-id Dot-v0 --num-envs 4 --device cpu --total-timesteps 720 --learning-starts 240
+    --gradient-steps 8
     --evaluate-every 240 --episodes 4""".split()
 
 
@@ -78,7 +79,7 @@ def run(call, tmp_path, monkeypatch):
 
 
 def a_round(length: int, terminated: bool) -> list[torch.Tensor]:
-    """Of one environment, T = 6: state t is t, action t is 10 t, the reward of the state after step t is t²."""
+    """Of one environment, T = 6: state t is t, action t is 10 t, and the reward after step t is t²."""
     times = torch.arange(7.0)
     rewards = times[:6].square()
     rewards[length:] = rewards[length - 1]  # it stands still

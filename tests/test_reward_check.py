@@ -551,7 +551,7 @@ def test_labels_move_the_goal_and_a_head_is_for_its_model_and_sentence_alone(cal
 def test_a_person_is_shown_numbered_frames_and_names_some(call, monkeypatch):
     call(dataset, "--script", "dqn_clip_cartpole", "--states", 40, "--output", "data")
     asked = []
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "2 3 6")
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "2, 3 6")
     how = ["--dataset", "data", "--precision", "fp32", "--device", "cpu", "--labels", 6]
     call(mend, *how, "--output", "head.safetensors")
     kept = safetensors.torch.load_file("head.safetensors")
@@ -562,6 +562,7 @@ def test_a_person_is_shown_numbered_frames_and_names_some(call, monkeypatch):
         look_at(dqn_clip_cartpole, dataset.load(DATA)[1], (64, 64))[0]
     )
     assert torch.cdist(kept["embeddings"], embedded).min(1).values.max() < 1e-3  # of states of the dataset
-    monkeypatch.setattr("builtins.input", lambda question: "")
-    with pytest.raises(UsageError, match="alike"):
-        call(mend, *how)
+    for answer, says in (("", "alike"), ("2 7", "'7'"), ("2 three", "'three'")):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        with pytest.raises(UsageError, match=says):
+            call(mend, *how)

@@ -2,8 +2,8 @@
 
     python -m tiny_clip.visited --run-dirs runs/kneeling_1 runs/kneeling_2
 
-The next training names them like all others: this is how a reward is mended that policies have hacked. Of each
-run half of the states are of those that were rewarded most, the rest any; a run's share is the same for all.
+The next training names them like all others: this is how a reward is mended that policies have hacked. Of
+each run half of the states are of those that were rewarded most, the rest any; all runs give as many.
 """
 
 from dataclasses import dataclass

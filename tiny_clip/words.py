@@ -18,10 +18,12 @@ def caution(args) -> str:
 
 
 def never_read(texts: Iterable[str], script: str) -> list[str]:
-    """-> the words of these texts that are in no caption of the scene whose name is part of the script's."""
+    """-> the words of these texts in no caption of the scene whose name is part of the script's."""
     with open(Path(__file__).parent / "captions.csv", encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["scene"] in Path(script).stem]
-    rows = [row for row in rows if row["kind"] != "rewording"]
+        rows = [row for row in csv.DictReader(file) if row["kind"] != "rewording"]
+    rows = [
+        row for row in rows if row["scene"] in Path(script).stem
+    ] or rows  # any scene's, for another script
     captions = [f"{row['words']} {row['otherwise']} {row['N']}" for row in rows]
     read = re.findall(r"\b(?![A-Z]{2})\w+", " ".join(captions))  # capitals stand for other words
     asked = re.findall(r"\w+", " ".join(texts).lower())
