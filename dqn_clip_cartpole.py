@@ -111,8 +111,8 @@ class QNetwork(nn.Sequential):
         )  # fmt: skip
 
 
-def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
-    """Uniformly -> obs (B, 4), those n_step later, actions (B,), rewards between (n_step, B).
+def sample(buffer: tuple, args: Args) -> tuple:
+    """Uniformly -> obs (B, 4), those n steps later, actions (B,), n-step returns (B,), γⁿ.
 
     There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
     property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
@@ -122,18 +122,17 @@ def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
     starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
     k = torch.randint(rounds * starts * num_envs, (args.batch_size,), device=rewards.device)
     i, t, n = k // (starts * num_envs), k // num_envs % starts, k % num_envs
-    between = torch.stack([rewards[i, t + j, n] for j in range(args.n_step)])  # of the states after
-    return states[i, t, n], states[i, t + args.n_step, n], actions[i, t, n], between
+    returns = sum(args.gamma**j * rewards[i, t + j, n] for j in range(args.n_step))  # of the states after
+    return states[i, t, n], states[i, t + args.n_step, n], actions[i, t, n], returns, args.gamma**args.n_step
 
 
 def dqn_update(
     q_network: QNetwork, target_network: QNetwork, optimizer: torch.optim.Adam, batch: tuple, args: Args
 ) -> dict:
     """One update by a batch of transitions -> what to log."""
-    obs, next_obs, actions, rewards = batch
-    n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
+    obs, next_obs, actions, n_step_return, discount = batch
     with torch.no_grad():  # every last state bootstraps: see `sample`
-        td_target = n_step_return + args.gamma**args.n_step * target_network(next_obs).max(dim=1).values
+        td_target = n_step_return + discount * target_network(next_obs).max(dim=1).values
     q_values = q_network(obs).gather(1, actions[:, None]).squeeze(1)
     td_loss = F.smooth_l1_loss(q_values, td_target)
     optimizer.zero_grad()

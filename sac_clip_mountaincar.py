@@ -175,8 +175,8 @@ class SAC(nn.Module):
         return {name: torch.optim.Adam(group, learning_rate, fused=True) for name, group in groups.items()}
 
 
-def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
-    """Uniformly -> obs (B, 2), those n_step later, actions (B, 1), rewards between (n_step, B).
+def sample(buffer: tuple, args: Args) -> tuple:
+    """Uniformly -> obs (B, 2), those n steps later, actions (B, 1), n-step returns (B,), γⁿ.
 
     There is no "done": every next state's value is bootstrapped. An episode ends by its time limit alone, no
     property of the state. (The paper's code makes the last step terminal; the agent cannot see the time.)
@@ -188,18 +188,17 @@ def sample(buffer: tuple, args: Args) -> tuple[torch.Tensor, ...]:
     starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
     k = torch.randint(rounds * starts * num_envs, (args.batch_size,), device=rewards.device)
     i, t, n = k // (starts * num_envs), k // num_envs % starts, k % num_envs
-    between = torch.stack([rewards[i, t + j, n] for j in range(args.n_step)])  # of the states after
-    return states[i, t, n], states[i, t + args.n_step, n], actions[i, t, n], between
+    returns = sum(args.gamma**j * rewards[i, t + j, n] for j in range(args.n_step))  # of the states after
+    return states[i, t, n], states[i, t + args.n_step, n], actions[i, t, n], returns, args.gamma**args.n_step
 
 
 def sac_update(sac: SAC, optimizers: dict, batch: tuple, args: Args) -> dict:
     """One update by a batch of transitions -> what to log."""
-    obs, next_obs, actions, rewards = batch
-    n_step_return = sum(args.gamma**k * reward for k, reward in enumerate(rewards))
+    obs, next_obs, actions, n_step_return, discount = batch
     with torch.no_grad():  # every last state bootstraps: see `sample`; steps before it earn no entropy
         next_actions, next_log_prob = squash(*sac.policy(next_obs), torch.randn_like(actions))
         next_q = torch.min(*sac.target_critics(next_obs, next_actions))
-        td_target = n_step_return + args.gamma**args.n_step * (next_q - args.ent_coef * next_log_prob)
+        td_target = n_step_return + discount * (next_q - args.ent_coef * next_log_prob)
     q_values = sac.critics(obs, actions)
     qf_loss = (q_values - td_target).square().mean(dim=1).sum()
     optimizers["q_optimizer"].zero_grad()

@@ -131,11 +131,11 @@ def test_a_sample_pairs_states_that_are_n_steps_apart_with_the_rewards_between(s
         if humanoid:
             rb.add(states, states[:-1, :, :1].expand(6, 3, 17) % 2, 10 * numbers[:-1])
             assert rb.rounds == k + 1 and rb.capacity == 4  # 60 transitions in whole rounds
-            obs, next_obs, actions, rewards, discount = rb.sample(args)
-            assert discount == args.gamma**n
+            obs, next_obs, actions, n_step_return, discount = rb.sample(args)
         else:
             rb.append((states, states[:-1, :, 0] % 2, 10 * numbers[:-1]))
-            obs, next_obs, actions, rewards = script.sample(tuple(map(torch.stack, zip(*rb))), args)
+            batch = script.sample(tuple(map(torch.stack, zip(*rb))), args)
+            obs, next_obs, actions, n_step_return, discount = batch
         kept = torch.stack(rounds[max(0, k - 3) : k + 1])[:, :-1]
         starts, counts = obs[:, 0].unique(return_counts=True)
         assert torch.equal(starts, kept[:, : 7 - n].flatten()) and counts.min() > 0.5 * counts.float().mean()
@@ -143,8 +143,9 @@ def test_a_sample_pairs_states_that_are_n_steps_apart_with_the_rewards_between(s
         expected = torch.stack([10 * obs[:, 0] + 100 * step for step in range(n)])
         if humanoid:  # standardized
             expected = (expected - 10 * kept.mean()) / (10 * kept.std(correction=0))
-            expected = sum(args.gamma**step * reward for step, reward in enumerate(expected))
-        torch.testing.assert_close(rewards, expected, rtol=1e-4, atol=1e-3)
+        expected = sum(args.gamma**step * reward for step, reward in enumerate(expected))
+        torch.testing.assert_close(n_step_return, expected, rtol=1e-4, atol=1e-3)
+        assert discount == args.gamma**n
 
 
 @pytest.mark.parametrize("scale", [1, 100])  # of the last weights: with the larger ones gradients are cut
@@ -159,7 +160,7 @@ def test_one_update_is_dqns(scale):
     actions = torch.randint(2, (32,))
     rewards = 5 * torch.rand(2, 32).double()
     optimizer = torch.optim.SGD(q_network.parameters(), lr=0.1)
-    batch = (obs, next_obs, actions, rewards)
+    batch = (obs, next_obs, actions, rewards[0] + 0.9 * rewards[1], 0.81)
     losses = dqn_update(q_network, target_network, optimizer, batch, args)
     td_target = rewards[0] + 0.9 * rewards[1] + 0.81 * target_before(next_obs).amax(1).detach()
     error = (q_before(obs)[torch.arange(32), actions] - td_target).abs()

@@ -102,9 +102,8 @@ def test_one_update_is_sacs(script):
     rewards = torch.rand(args.n_step, 16).double()
     scaled = states
     td_target = sum(0.9**k * reward for k, reward in enumerate(rewards))
-    batch = (*states, actions, rewards)
+    batch = (*states, actions, td_target, 0.9 ** len(rewards))
     if not is_car:
-        batch = (*states, actions, td_target, 0.9 ** len(rewards))
         sac.obs_norm.update(0.5 * torch.randn(100, 2) + 0.1)
         scaled = (scaled - sac.obs_norm.mean) / (sac.obs_norm.var + 1e-8).sqrt()
     obs, next_obs = scaled
