@@ -274,7 +274,7 @@ class Labeller:
 
     def __init__(self, Worker: type, args: RewardArgs):
         torch.set_num_threads(1)
-        sys.setswitchinterval(0.0005)  # s; with 0.005 threads wait too long
+        sys.setswitchinterval(0.0005)  # with 0.005 s threads wait
         devices = [torch.device("cpu")]
         if args.device == "cuda":
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -300,16 +300,17 @@ class Labeller:
         self.tasks = []  # batches, and their futures
 
     def add(self, states: torch.Tensor, last: bool = False) -> None:
-        """Take in states (N, …); a batch begins when it is full and more come."""
+        """Take in states (N, …); full batches begin."""
         states = states if self.rest is None else torch.cat([self.rest, states])
         *full, self.rest = states.split(self.batch_size)
         for batch in [*full, self.rest] if last else full:
-            self.tasks.append((batch, self.pool.submit(self.label, batch)))
+            held = [batch]  # until labelled
+            self.tasks.append((held, self.pool.submit(self.label, held)))
 
-    def label(self, states: torch.Tensor) -> torch.Tensor:
+    def label(self, held: list) -> torch.Tensor:
         worker = self.free.get()
         try:
-            return worker.label(states)
+            return worker.label(held.pop())
         finally:
             self.free.put(worker)
 
@@ -318,8 +319,8 @@ class Labeller:
         self.add(self.rest[:0], last=True)
         labels = []
         # This thread helps from the end, with what no other has begun.
-        for batch, task in tqdm(self.tasks[::-1], "label", leave=False, disable=None):
-            labels.append(self.label(batch) if task.cancel() else task.result())
+        for held, task in tqdm(self.tasks[::-1], "label", leave=False, disable=None):
+            labels.append(self.label(held) if task.cancel() else task.result())
         self.rest = None
         self.tasks = []
         labels = torch.cat(labels[::-1])

@@ -2,12 +2,9 @@
 
     python examples/sac_clip_gymnasium.py --env-id MountainCarContinuous-v0 --clip-model tiny \
         --prompt "a car at the peak of the mountain, next to the yellow flag"
-    python examples/sac_clip_gymnasium.py --env-id Pusher-v5 --clip-model ViT-L-14/laion2b_s32b_b82k \
-        --prompt "a robot arm touching a white cylinder"
 
-Networks and update are those of sac_clip_humanoid.py. A process for each environment renders its frames and
-shrinks them; they are rewarded while the round goes on, and dropped. The environment's own return and success
-are logged and never learned from.
+Each environment's process renders its frames and shrinks them; they are rewarded while the round goes on, and
+dropped. Its own return and success are logged, never learned from. Networks and update are the robot's.
 
 Who is paid for every frame avoids what ends an episode, even the goal, if nothing is earned afterwards. So a
 terminal state counts as absorbing: it earns its R(s) for ever, R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ).
@@ -17,24 +14,20 @@ is an episode of each environment, from `reset(seed=…)`; one that has ended st
 
 import json
 import math
+import multiprocessing
 import os
 import sys
-import time
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import gymnasium
 import imageio.v3 as iio
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict
-from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import AddRenderObservation, FlattenObservation, RescaleAction
+from gymnasium.spaces import Box, Dict, flatten_space
+from gymnasium.wrappers import AddRenderObservation, FlattenObservation, RescaleAction, TransformObservation
 from PIL import Image, ImageOps
-from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm, trange
 
@@ -53,18 +46,14 @@ class Args(RewardArgs):
     env_id: str = ""  # as registered, or MODULE:NAME; its actions are a Box
     env_kwargs: str = "{}"  # for gymnasium.make, as JSON
     goal_baseline_alpha: float = 0.0  # α: 0 plain cosine
-    terminal: Literal["absorbing", "plain"] = (
-        "absorbing"  # what a terminal state earns: R(s) for ever, or once
-    )
+    plain_terminal: bool = False  # a terminal state earns R(s) once, not for ever
     pad: bool = False  # frames of other proportions than the model's are padded, not squashed
-    vectorization: Literal["async", "sync"] = "async"  # a process for each environment, or one for all
-
+    vectorization: str = "async"  # a process for each environment, or "sync": this one for all
     seed: int = 1  # of weights, environments and exploration
     total_timesteps: int = 100_000  # of all environments
     num_envs: int = 16  # side by side
-    episode_length: int | None = None  # steps of a round (default: the environment's limit, at most 200)
-    gradient_steps: int | None = None  # updates a round (default: one for eight steps)
-    policy_frequency: int = 2  # updates of the critics for each of the actor
+    episode_length: int = 200  # steps of a round, or the environment's limit if that is shorter
+    update_every: int = 8  # steps for each update
     learning_starts: int = 10_000  # steps; rounds that begin before are random
     learning_rate: float = 6e-4  # of Adam, at first; it falls to 0
     gamma: float | None = None  # discount factor (default: half a round ahead, 1 - 2 / episode_length)
@@ -73,7 +62,6 @@ class Args(RewardArgs):
     batch_size: int = 256  # transitions per update
     ent_coef: float = 0.03  # weight of the entropy, at first; tuned for -1 an action
     noise_correlation: float = 0.9  # of the exploration noise, from step to step
-
     run_dir: str | None = None  # made anew (runs/SCRIPT__SEED__TIME)
     evaluate_every: int = 10_000  # steps between evaluations, which choose the best policy
     episodes: int = 100  # of the final evaluation, or of --evaluate; rounded up to whole rounds
@@ -83,9 +71,8 @@ class Args(RewardArgs):
     def check(self) -> None:
         if not self.env_id or not self.prompt and not self.clip_model.endswith(".py"):
             raise UsageError("--env-id and --prompt must be given")
-        limit = gymnasium.spec(self.env_id).max_episode_steps
-        self.episode_length = self.episode_length or min(limit or 200, 200)
-        self.gradient_steps = self.gradient_steps or self.episode_length * self.num_envs // 8
+        limit = gymnasium.make(self.env_id, **json.loads(self.env_kwargs)).spec.max_episode_steps
+        self.episode_length = min(self.episode_length, limit or self.episode_length)
         self.gamma = self.gamma or 1 - 2 / self.episode_length
         super().check()
 
@@ -93,102 +80,91 @@ class Args(RewardArgs):
 # ---- Environment
 
 
-class Framed(gymnasium.Wrapper):
-    """Observes "state", "pixels" as the model sees them (H, W, 3), and "end": 1 if the episode was cut short,
-    2 if it ended. Then it stands still: to Gymnasium it goes on, and nothing is reset unasked."""
-
-    def __init__(self, env: gymnasium.Env, size: tuple[int, int], pad: bool):
-        super().__init__(env)
-        self.fit = partial(ImageOps.pad if pad else Image.Image.resize, size=size[::-1])  # bicubic
-        state = Box(-np.inf, np.inf, env.observation_space["state"].shape)
-        pixels = Box(0, 255, (*size, 3), np.uint8)
-        self.observation_space = Dict({"state": state, "pixels": pixels, "end": Box(0, 2, (), np.uint8)})
-
-    def see(self, obs: dict, end: int) -> dict:
-        pixels = np.asarray(self.fit(Image.fromarray(obs["pixels"])))
-        self.seen = {"state": np.float32(obs["state"]), "pixels": pixels, "end": np.uint8(end)}
-        return self.seen
+class Watched(gymnasium.Wrapper):
+    """Its info tells of the episode so far. When that has ended the environment stands still; for Gymnasium it
+    goes on, so that nothing is reset unasked."""
 
     def reset(self, **how) -> tuple:
-        obs, info = self.env.reset(**how)
-        return self.see(obs, 0), info
+        self.over = False
+        self.told = {"length": 0, "terminated": False, "env_return": 0.0, "success_rate": math.nan}
+        return self.env.reset(**how)
 
     def step(self, action: np.ndarray) -> tuple:
-        if self.seen["end"]:
-            return self.seen, 0.0, False, False, self.info
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        self.info = {"success": float(info.get("success", info.get("is_success", math.nan)))}
-        return self.see(obs, 2 if terminated else int(truncated)), reward, False, False, self.info
+        if not self.over:
+            self.obs, reward, terminated, truncated, info = self.env.step(action)
+            self.over = terminated or truncated
+            self.told["length"] += 1
+            self.told["terminated"] = bool(terminated)
+            self.told["env_return"] += float(reward)
+            success = info.get("success", info.get("is_success", math.nan))
+            self.told["success_rate"] = np.fmax(self.told["success_rate"], float(success))  # once is enough
+        return self.obs, 0.0, False, False, self.told
 
 
 def make_envs(args: Args, size: tuple[int, int]) -> gymnasium.vector.VectorEnv:
-    """-> `num_envs` environments with frames of this size (height, width), which nothing resets unasked."""
-    kwargs = json.loads(args.env_kwargs)
-    space = gymnasium.make(args.env_id, **kwargs).action_space
-    if not isinstance(space, Box):
-        raise UsageError(f"{args.env_id} has actions {space}: dqn_clip_cartpole.py is for discrete ones")
-    see = partial(AddRenderObservation, render_only=False)
-    scale = partial(RescaleAction, min_action=np.float32(-1), max_action=np.float32(1))
-    wrappers = [FlattenObservation, see, partial(Framed, size=size, pad=args.pad), scale]
-    how = {"vector_kwargs": {"autoreset_mode": AutoresetMode.DISABLED}, "wrappers": wrappers}
-    return gymnasium.make_vec(
-        args.env_id, args.num_envs, args.vectorization, render_mode="rgb_array", **how, **kwargs
-    )
+    """-> environments that observe "state" (O,) and "pixels" (H, W, 3), of the model's size (H, W)."""
+    env = gymnasium.make(args.env_id, **json.loads(args.env_kwargs))
+    if not isinstance(env.action_space, Box):
+        raise UsageError(f"{args.env_id} has other actions than Box; for Discrete see dqn_clip_cartpole.py")
+    fit = ImageOps.pad if args.pad else Image.Image.resize  # bicubic
+
+    def shrink(obs: dict) -> dict:
+        return obs | {"pixels": np.asarray(fit(Image.fromarray(obs["pixels"]), size[::-1]))}
+
+    pixels = Box(0, 255, (*size, 3), np.uint8)
+    space = Dict({"state": flatten_space(env.observation_space), "pixels": pixels})
+    wrappers = [FlattenObservation, lambda env: AddRenderObservation(env, render_only=False)]
+    wrappers += [lambda env: TransformObservation(env, shrink, space)]
+    wrappers += [lambda env: RescaleAction(env, np.float32(-1), np.float32(1)), Watched]
+    how = {"vectorization_mode": args.vectorization, "wrappers": wrappers, "render_mode": "rgb_array"}
+    how["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
+    return gymnasium.make_vec(args.env_id, args.num_envs, **how, **json.loads(args.env_kwargs))
 
 
-class Worker:
-    """Rewards frames (N, 3, H, W) on one device; the `Labeller` has one for each core or GPU."""
-
-    def __init__(self, args: Args, device: torch.device, reward_model: nn.Module | None = None):
+class Worker:  # on one device; the `Labeller` has one for each core or GPU
+    def __init__(self, args: Args, device: torch.device, reward_model=None):
         self.reward_model = reward_model or make_reward(args, device)
 
-    def label(self, frames: torch.Tensor) -> torch.Tensor:
+    def label(self, frames: torch.Tensor) -> torch.Tensor:  # (N, 3, H, W) -> (N, 1)
         return self.reward_model(frames)[:, None].cpu()
 
 
-# ---- Replay
+# ---- Replay and loop
 
 
-def stacked(rounds: list) -> tuple:
+def stacked(rounds: list, args: Args) -> tuple:
     """Rounds -> all, their rewards standardized, and the steps before the episodes' ends (K, 3): i, t, n."""
-    *played, rewards = map(torch.stack, zip(*rounds))
-    before = torch.arange(rewards.shape[1], device=rewards.device)[:, None] < played[2][:, None]
+    states, actions, ends, terminated, rewards = map(torch.stack, zip(*rounds))
+    before = torch.arange(rewards.shape[1], device=rewards.device)[:, None] < ends[:, None]
     kept = rewards[before].double()
     rewards = ((rewards - kept.mean()) / (kept.std(correction=0) + 1e-8)).float()
-    return *played, rewards, before.nonzero()
+    if not args.plain_terminal:  # R(s) / (1 - γ) for the step to a terminal state
+        i, n = terminated.nonzero().T
+        rewards[i, ends[i, n] - 1, n] /= 1 - args.gamma
+    return states, actions, ends, terminated, rewards, before.nonzero()
 
 
 def sample(buffer: tuple, args: Args) -> tuple:
     """Uniformly -> obs (B, O), those n steps later or at the end, actions (B, A), n-step returns (B,), and
-    the weight of the last value (B,): γⁿ, or 0 at a terminal state, whose own worth the return holds."""
+    the weight of the last value (B,): γⁿ, or 0 at a terminal state."""
     states, actions, ends, terminated, rewards, steps = buffer
     i, t, n = steps[torch.randint(len(steps), (args.batch_size,), device=steps.device)].T
-    left = ends[i, n] - t  # steps to the episode's end, which no window crosses
-    size = left.clamp(max=args.n_step)
+    size = (ends[i, n] - t).clamp(max=args.n_step)  # no window crosses an episode's end
     k = torch.arange(args.n_step, device=steps.device)[:, None]
     between = rewards[i, (t + k).clamp(max=rewards.shape[1] - 1), n]
     returns = (args.gamma**k * torch.where(k < size, between, 0)).sum(0)
-    weight = args.gamma**size
-    terminal = terminated[i, n] & (left == size)
-    if args.terminal == "absorbing":
-        last = rewards[i, ends[i, n] - 1, n]  # R(s) of the terminal state
-        returns += torch.where(terminal, weight * last / (1 - args.gamma), 0)
-    return states[i, t, n], states[i, t + size, n], actions[i, t, n], returns, weight * ~terminal
-
-
-# ---- The loop
+    weight = args.gamma**size * ~(terminated[i, n] & (t + size == ends[i, n]))
+    return states[i, t, n], states[i, t + size, n], actions[i, t, n], returns, weight
 
 
 @torch.no_grad()
-def rollout(policy, noise_scale: float, envs, labeller: Labeller, seed: int, args: Args) -> tuple:
+def rollout(policy, noise_scale: float, envs, labeller: Labeller, seed: int, args: Args, film=None) -> tuple:
     """An episode of a policy, or at random -> a round: states (T + 1, N, O), actions (T, N, A), after how
     many steps each ended and if in a terminal state (N,); and means of what the environments tell."""
     rng = torch.Generator().manual_seed(seed)
     obs, _ = envs.reset(seed=seed)
-    states = [torch.from_numpy(obs["state"])]
+    states = [torch.from_numpy(obs["state"]).float()]
     actions = []
-    ends = np.zeros(args.num_envs, int)
-    own = {"success_rate": np.nan, "env_return": 0}
     noise = torch.randn(envs.action_space.shape, generator=rng)
     for _ in range(args.episode_length):
         fresh = torch.randn(noise.shape, generator=rng)
@@ -197,82 +173,72 @@ def rollout(policy, noise_scale: float, envs, labeller: Labeller, seed: int, arg
             action, _ = squash(*policy(states[-1]), noise_scale * noise)
         else:
             action = torch.erf(noise / math.sqrt(2))  # the normal's distribution: uniform in [-1, 1]
-        ends += obs["end"] == 0
-        obs, reward, _, _, info = envs.step(action.numpy())
+        obs, *_, told = envs.step(action.numpy())
         labeller.add(torch.from_numpy(obs["pixels"]).permute(0, 3, 1, 2))
         actions.append(action)
-        states.append(torch.from_numpy(obs["state"]))
-        own["env_return"] += reward
-        own["success_rate"] = np.fmax(own["success_rate"], info["success"])  # once is enough
-    states = torch.stack(states)
-    if not states.isfinite().all():
-        raise UsageError(f"{args.env_id} observed what is not finite")
-    played = states, torch.stack(actions), torch.from_numpy(ends), torch.from_numpy(obs["end"] == 2)
-    own = {name: np.mean(values) for name, values in own.items()}
-    return played, {name: float(mean) for name, mean in own.items() if not np.isnan(mean)}
+        states.append(torch.from_numpy(obs["state"]).float())
+        if film is not None:
+            film.append(envs.render()[0])
+    if not torch.stack(states).isfinite().all():
+        raise UsageError(f"{args.env_id} observed what is not finite, or the learning rate is too high")
+    means = {name: float(told[name].mean()) for name in ("success_rate", "env_return", "terminated")}
+    means = {name: mean for name, mean in means.items() if not math.isnan(mean)}
+    ends = [torch.from_numpy(told[name]) for name in ("length", "terminated")]
+    return (torch.stack(states), torch.stack(actions), *ends), means
 
 
 def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
     """As in sac_clip_humanoid.py: a round is played and rewarded while those before are learned from."""
     optimizers = sac.optimizers(args.learning_rate)
     a_round = args.num_envs * args.episode_length  # steps
-    last_round = math.ceil(args.total_timesteps / a_round) - 1
     rounds = []
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
-    global_step, best_return = 0, -math.inf
+    kept = {"step": 0, "best_return": -math.inf}
     if args.resume:
         kept = load(f"{args.run_dir}/checkpoint.pt", Args, **parts)
-        global_step, best_return = kept["step"], kept["best_return"]
-        files = [f"{args.run_dir}/rounds/{k}.pt" for k in range(global_step // a_round)]
+        files = [f"{args.run_dir}/rounds/{k}.pt" for k in range(kept["step"] // a_round)]
         rounds = [torch.load(file, map_location=labeller.device)["round"] for file in files]
-    else:
-        os.makedirs(f"{args.run_dir}/rounds")
+    global_step, best_return = kept["step"], kept["best_return"]
+    os.makedirs(f"{args.run_dir}/rounds", exist_ok=bool(args.resume))
 
     def checkpoint(name: str) -> None:
         content = {name: part.state_dict() for name, part in parts.items()}
-        about = {"script": Path(__file__).stem, "settings": asdict(args)}
-        save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **about, **content)
+        content |= {"script": Path(__file__).stem, "settings": asdict(args)}
+        save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
 
     checkpoint("checkpoint.pt")
     writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
-    for k in trange(len(rounds), last_round + 1, unit="round", disable=None):
-        started = time.perf_counter()
-        warmup = global_step < args.learning_starts
+    for k in trange(len(rounds), math.ceil(args.total_timesteps / a_round), unit="round", disable=None):
         play_seed, learn_seed = np.random.SeedSequence((args.seed, k)).generate_state(2).tolist()
 
         # ---- Act, in a thread, with the policy as it is now.
-        policy = None if warmup else deepcopy(sac.policy).cpu()
+        policy = deepcopy(sac.policy).cpu() if global_step >= args.learning_starts else None
         playing = labeller.pool.submit(rollout, policy, 1.0, envs, labeller, play_seed, args)
 
         # ---- Learn, at the same time.
         torch.manual_seed(learn_seed)
-        learning_rate = args.learning_rate * (1 - global_step / args.total_timesteps)
         for optimizer in optimizers.values():
-            optimizer.param_groups[0] |= {"lr": learning_rate, "capturable": True}
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
         losses = {}  # of the last updates
-        if rounds and not warmup:
-            buffer = stacked(rounds)
-            for i in range(args.gradient_steps):
-                actor_too = i % args.policy_frequency == 0
-                losses |= sac_update(sac, optimizers, sample(buffer, args), actor_too, args)
+        if rounds and policy:
+            buffer = stacked(rounds, args)
+            for i in range(a_round // args.update_every):  # the actor at every other
+                losses |= sac_update(sac, optimizers, sample(buffer, args), i % 2 == 0, args)
 
         # ---- Label what is left, and report.
-        played, own = playing.result()
+        played, means = playing.result()
         rewards = labeller.result().view(args.episode_length, args.num_envs)
         rounds.append([part.to(labeller.device) for part in (*played, rewards)])
         sac.obs_norm.update(rounds[-1][0].flatten(0, 1))
         save(f"{args.run_dir}/rounds/{k}.pt", round=(*played, rewards))
         global_step += a_round
-        own["clip_return"] = rewards.sum(0).mean().item()
-        scalars = {f"charts/{name}": value for name, value in own.items()}
+        scalars = {f"charts/{name}": mean for name, mean in means.items()}
+        scalars["charts/clip_return"] = rewards.sum(0).mean().item()
         scalars |= {f"losses/{name}": value.item() for name, value in losses.items()}
-        scalars["charts/SPS"] = a_round / (time.perf_counter() - started)
-        if not all(map(math.isfinite, scalars.values())):
-            raise UsageError("losses are not finite: --resume with a lower --learning-rate")
-        if global_step % args.evaluate_every < a_round or k == last_round:
+        if global_step % args.evaluate_every < a_round or global_step >= args.total_timesteps:
             means = evaluate(sac.policy, args.num_envs, CHOOSE, envs, labeller, args)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
-            scalars |= {f"evaluation/{name}": value for name, value in means.items()}
+            scalars |= {f"evaluation/{name}": mean for name, mean in means.items()}
             best_return = max(best_return, means["clip_return"])
             if means["clip_return"] >= best_return - 0.001 * abs(best_return):
                 checkpoint("best.pt")
@@ -281,40 +247,29 @@ def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
         writer.flush()
         checkpoint("checkpoint.pt")
 
-    writer.close()
     load(f"{args.run_dir}/best.pt", Args, policy=sac.policy)
     write_result(f"{args.run_dir}/result", sac.policy, envs, labeller, args)
 
 
-def evaluate(policy: nn.Module, episodes: int, purpose: int, envs, labeller: Labeller, args: Args) -> dict:
+def evaluate(policy, episodes: int, purpose: int, envs, labeller: Labeller, args: Args, film=None) -> dict:
     """Whole rounds without exploration, until there are so many episodes -> their means."""
     found = []
     for k in range(math.ceil(episodes / args.num_envs)):
         seed = np.random.SeedSequence((args.seed, purpose, k)).generate_state(1).item()
-        _, own = rollout(deepcopy(policy).cpu(), 0.0, envs, labeller, seed, args)
-        found.append(own | {"clip_return": labeller.result().sum().item() / args.num_envs})
+        _, means = rollout(deepcopy(policy).cpu(), 0.0, envs, labeller, seed, args, film)
+        film = None  # it has the first round
+        found.append(means | {"clip_return": labeller.result().sum().item() / args.num_envs})
     return {name: float(np.mean([means[name] for means in found])) for name in found[0]}
 
 
-def write_result(path: str, policy: nn.Module, envs, labeller: Labeller, args: Args) -> None:
-    """Evaluate; write path.json, and path.mp4 with an episode as the environment renders it."""
-    means = evaluate(policy, args.episodes, REPORT, envs, labeller, args)
+def write_result(path: str, policy, envs, labeller: Labeller, args: Args) -> None:
+    """Evaluate; write path.json, and path.mp4 with the first environment's first episode."""
+    film = []
+    means = evaluate(policy, args.episodes, REPORT, envs, labeller, args, film)
     print(f"{args.episodes} episodes or a few more: {in_words(means)}; {path}.json, .mp4")
     Path(f"{path}.json").write_text(json.dumps(means | {"settings": asdict(args)}, indent=2))
-    env = gymnasium.make(args.env_id, render_mode="rgb_array", **json.loads(args.env_kwargs))
-    env = RescaleAction(FlattenObservation(env), np.float32(-1), np.float32(1))
-    policy = deepcopy(policy).cpu()
-    obs, _ = env.reset(seed=args.seed)
-    with iio.imopen(f"{path}.mp4", "w", plugin="pyav") as film:
-        film.init_video_stream("libx264", fps=30)
-        for _ in range(args.episode_length):
-            action = policy(torch.from_numpy(np.float32(obs))[None])[0].tanh()[0]
-            obs, _, terminated, truncated, _ = env.step(action.detach().numpy())
-            image = Image.fromarray(env.render())
-            film.write_frame(np.asarray(image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2))))
-            if terminated or truncated:
-                break
-    env.close()
+    height, width = (size // 2 * 2 for size in film[0].shape[:2])  # H.264 takes even ones
+    iio.imwrite(f"{path}.mp4", np.stack(film)[:, :height, :width], plugin="pyav", fps=30, codec="libx264")
 
 
 def main() -> None:
@@ -324,22 +279,22 @@ def main() -> None:
     torch.manual_seed(args.seed)
     sizes = envs.single_observation_space["state"].shape[0], envs.single_action_space.shape[0]
     sac = SAC(*sizes, args).to(labeller.device)
-    try:
-        if args.evaluate:
-            load(args.evaluate, Args, policy=sac.policy)
-            write_result(f"{args.evaluate.removesuffix('.pt')}_evaluation", sac.policy, envs, labeller, args)
-        else:
-            print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
-            train(args, labeller, envs, sac)
-    finally:
-        envs.close(terminate=True)
+    if args.evaluate:
+        load(args.evaluate, Args, policy=sac.policy)
+        write_result(f"{args.evaluate.removesuffix('.pt')}_evaluation", sac.policy, envs, labeller, args)
+        return
+    print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
+    train(args, labeller, envs, sac)
 
 
 if __name__ == "__main__":
     try:
         main()
     except (UsageError, OSError, EOFError, ImportError, TypeError, gymnasium.error.Error) as error:
-        print(f"error: {' '.join(str(error).split()) or 'an environment has died'}", file=sys.stderr)
-        sys.exit(2)
+        for process in multiprocessing.active_children():
+            process.kill()
+        print(f"error: {' '.join(str(error).split()) or 'an environment died; --resume'}", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(2)  # at once, or what is left of the environments complains
     except KeyboardInterrupt:
-        os._exit(130)  # at once
+        os._exit(130)

@@ -58,7 +58,7 @@ class Dot(gymnasium.Env):
 
 gymnasium.register("Dot-v0", Dot, max_episode_steps=30)
 SHORT = """--env-id Dot-v0 --num-envs 4 --device cpu --total-timesteps 720 --learning-starts 240
-    --gradient-steps 8
+    --update-every 15
     --evaluate-every 240 --episodes 4""".split()
 
 
@@ -92,10 +92,10 @@ def a_round(length: int, terminated: bool) -> list[torch.Tensor]:
     return [*parts, rewards[:, None]]
 
 
-@pytest.mark.parametrize("terminal", ["absorbing", "plain"])
-def test_a_terminal_state_earns_its_reward_for_ever_and_no_window_crosses_an_end(terminal):
-    args = script.Args(gamma=0.5, n_step=2, batch_size=500, terminal=terminal)
-    buffer = script.stacked([a_round(3, True), a_round(5, False)])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_terminal_state_earns_its_reward_for_ever_and_no_window_crosses_an_end(plain):
+    args = script.Args(gamma=0.5, n_step=2, batch_size=500, plain_terminal=plain)
+    buffer = script.stacked([a_round(3, True), a_round(5, False)], args)
     earned = torch.tensor([0, 1, 4, 0, 1, 4, 9, 16.0])  # not after the ends
     r = (torch.arange(6.0).square() - earned.mean()) / earned.std(correction=0)
     torch.manual_seed(0)
@@ -110,12 +110,12 @@ def test_a_terminal_state_earns_its_reward_for_ever_and_no_window_crosses_an_end
         *between, value, last = row
         if last == 0:
             earlier, forever = ends[tuple(between)]
-            assert value == pytest.approx(float(earlier + forever * (terminal == "absorbing")), abs=1e-5)
+            assert value == pytest.approx(float(earlier + forever * (not plain)), abs=1e-5)
         else:
             assert (value, last) == pytest.approx(tuple(map(float, expected[tuple(between)])), abs=1e-5)
         seen.add((*between, last == 0))
     assert seen == {(*k, False) for k in expected} | {(*k, True) for k in ends}
-    if terminal == "absorbing":  # from the step before, all in all R / (1 - γ)
+    if not plain:  # from the step before, all in all R / (1 - γ)
         (value,) = {round(v, 4) for o, v, w in zip(obs[:, 0], returns.tolist(), weight) if o == 2 and w == 0}
         assert value == pytest.approx(r[2].item() / (1 - 0.5), abs=1e-3)
 
@@ -129,17 +129,21 @@ def test_frames_are_the_environments_own_and_an_episode_that_has_ended_stands_st
     obs, _ = envs.reset(seed=5)
     env.reset(seed=6)  # as the second's
     fit = ImageOps.pad if pad else Image.Image.resize
+    steps = earned = 0
     for _ in range(30):
         expected = np.asarray(fit(Image.fromarray(env.render()), (16, 16)))
         assert np.array_equal(obs["pixels"][1], expected) and abs(obs["state"][1, 0] - env.x) < 1e-5
         done = env.x > 0.9
-        obs, reward, *_ = envs.step(np.float32([[0], [1]]))  # scaled to 2
+        obs, *_, told = envs.step(np.float32([[0], [1]]))  # scaled to 2
         if not done:
             env.step([2.0])
-        assert obs["end"][1] == 2 * (env.x > 0.9) and (reward[1] == 0) == done
-    assert done and obs["end"].tolist() == [1, 2]  # the first one's time is over
+            steps += 1
+            earned += env.x
+        assert told["length"][1] == steps and told["terminated"].tolist() == [False, env.x > 0.9]
+        assert told["env_return"][1] == pytest.approx(earned) and told["success_rate"][1] == (env.x > 0.5)
+    assert done and told["length"][0] == 30  # the first one's time is over
     obs, _ = envs.reset(seed=5)
-    assert obs["state"][1] < 0 and not obs["end"].any()  # it begins anew
+    assert obs["state"][1] < 0  # it begins anew
     envs.close()
 
 
@@ -177,9 +181,7 @@ def test_a_run_taken_up_again_is_the_unbroken_one(run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_dot_learns_to_go_right_where_its_episode_ends(run, tmp_path, capsys):
-    words = (
-        "--total-timesteps 6000 --num-envs 8 --learning-starts 480 --gradient-steps 60 --vectorization sync"
-    )
+    words = "--total-timesteps 6000 --num-envs 8 --learning-starts 480 --update-every 4 --vectorization sync"
     run("--env-id", "Dot-v0", "--device", "cpu", *words.split(), "--run-dir", tmp_path / "run")
     assert "success rate 1.00" in capsys.readouterr().out.splitlines()[-1]
 

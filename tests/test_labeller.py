@@ -90,6 +90,7 @@ def test_a_batch_begins_when_it_is_full_and_more_come(fake):
         labeller.add(torch.arange(float(size)))
         assert all(labelled.acquire(timeout=60) for _ in range(batches))  # before anybody asks
         assert not labelled.acquire(timeout=0.1)
+    assert not any(held for held, _ in labeller.tasks)  # nor are 40 labelled frames kept until then
     assert len(labeller.result()) == 41
 
 
