@@ -4,10 +4,9 @@
     python neighbours/sac_sentences_humanoid.py --evaluate runs/NAME/best.pt --prompt "the robot has knelt down"
 
 Agents with many goals, rewarded by a vision-language model, after Baumli et al. (2023, arXiv 2312.09187). Actor
-and critics see, behind the observation, the embedding of the sentence that the robot is to obey. One embedding
-of a frame gives its reward by every sentence, so that each frame teaches all of them: a share of each batch is
-learned from as if another sentence had been pursued (as in Andrychowicz et al., 2017, arXiv 1707.01495, but
-with sentences for goals). Environment, rendering, networks and update are those of sac_clip_humanoid.py.
+and critics see, behind the observation, the embedding of the sentence that is to be obeyed. A frame's embedding
+gives its reward by every sentence, so each frame teaches all of them: a share of a batch is learned from as if
+another sentence had been pursued. Environment, networks and update are those of sac_clip_humanoid.py.
 """
 
 import json
@@ -17,7 +16,6 @@ import sys
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import imageio.v3 as iio
 import numpy as np
@@ -38,7 +36,7 @@ class Args(humanoid.Args):
     """Teach a humanoid to do what each of several sentences says."""
 
     prompt: tuple[str, ...] = tuple(prompt for prompt, _ in TASKS.values())[:5]  # the goals, each by itself
-    reward: Literal["sentences"] = "sentences"
+    reward: str = "sentences"  # by each of them
     contrastive: bool = False  # a sentence's probability among all, with --threshold (Baumli et al.)
     relabel: float = 0.5  # share of a batch that is learned from with any sentence, not the one pursued
     change: float = 0.25  # share of the episodes in which another sentence is given half-way
@@ -46,7 +44,6 @@ class Args(humanoid.Args):
     num_envs: int = 20  # side by side
     gradient_steps: int = 250  # updates a round
     evaluate_every: int = 40_000  # steps between evaluations, which choose the best policy
-    episodes: int = 100  # of the final evaluation, for each sentence
 
 
 class Worker(humanoid.Worker):
@@ -109,34 +106,24 @@ class ReplayBuffer(humanoid.ReplayBuffer):
         self.args = args
         self.goals = goals
         self.rewards = torch.zeros(*self.rewards.shape, len(goals), device=goals.device)
-        self.pursued = torch.zeros(self.rewards.shape[:3], dtype=torch.int64, device=goals.device)
+        self.actions = torch.cat([self.actions, self.actions[..., :1]], dim=3)  # last, which was pursued
 
     def add(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
         """Take in a round: states (T + 1, N, S), actions (T, N, 17), rewards (T, N, K)."""
-        self.pursued[self.rounds % self.capacity] = plan(self.rounds, len(self.goals), self.args)
-        super().add(states, actions, rewards)
+        pursued = plan(self.rounds, len(self.goals), self.args)
+        super().add(states, torch.cat([actions, pursued[..., None]], dim=2), rewards)
         kept = self.rewards[: self.rounds].flatten(0, 2).double()
-        self.mean = kept.mean(0)
-        self.std = kept.std(0, correction=0) + 1e-8
+        self.mean = kept.mean(0).float()
+        self.std = kept.std(0, correction=0).float() + 1e-8
 
     def sample(self, args: Args) -> tuple:
         """As the robot's, for the sentence that was pursued or, for the share `relabel`, for any."""
-        _, steps, num_envs, sentences = self.rewards.shape
-        starts = steps - args.n_step + 1
-        size = min(self.rounds, self.capacity) * starts * num_envs
-        k = torch.randint(size, (args.batch_size,), device=self.rewards.device)
-        i, t, n = k // (starts * num_envs), k // num_envs % starts, k % num_envs
-        other = torch.rand(len(k), device=k.device) < args.relabel
-        goal = torch.where(other, torch.randint_like(k, sentences), self.pursued[i, t, n])
-        rewards = torch.stack([self.rewards[i, t + j, n, goal] for j in range(args.n_step)], dim=1)
-        rewards = ((rewards - self.mean[goal, None]) / self.std[goal, None]).float()
-        n_step_return = sum(args.gamma**j * reward for j, reward in enumerate(rewards.T))
-        seen = (self.states[i, at, n][:, 2:] for at in (t, t + args.n_step))
+        *seen, actions, returns, discount = super().sample(args)  # returns by all sentences (B, K)
+        pursued = actions[:, -1].long()
+        other = torch.rand(len(pursued), device=pursued.device) < args.relabel
+        goal = torch.where(other, torch.randint_like(pursued, len(self.goals)), pursued)
         obs, next_obs = (torch.cat([one, self.goals[goal]], dim=1) for one in seen)
-        return obs, next_obs, self.actions[i, t, n], n_step_return, args.gamma**args.n_step
-
-
-# ---- The loop
+        return obs, next_obs, actions[:, :-1], returns.gather(1, goal[:, None]).squeeze(1), discount
 
 
 def train(args: Args, labeller: Labeller, goals: torch.Tensor) -> None:
@@ -159,43 +146,39 @@ def train(args: Args, labeller: Labeller, goals: torch.Tensor) -> None:
     checkpoint("checkpoint.pt")
     writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
     for k in trange(rb.rounds, math.ceil(args.total_timesteps / a_round), unit="round", disable=None):
-        warmup = global_step < args.learning_starts
         play_seed, learn_seed = np.random.SeedSequence((args.seed, k)).generate_state(2).tolist()
 
         # ---- Act, in a thread, each robot by its own sentence.
-        policy = None if warmup else told(deepcopy(sac.policy).cpu(), goals, plan(k, len(goals), args))
+        ready = global_step >= args.learning_starts
+        policy = told(deepcopy(sac.policy).cpu(), goals, plan(k, len(goals), args)) if ready else None
         playing = labeller.pool.submit(humanoid.rollout, policy, 1.0, envs, labeller, play_seed, args)
 
         # ---- Learn, at the same time.
         torch.manual_seed(learn_seed)
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
-        losses = {}  # of the last updates
-        if rb.rounds and not warmup:
+        if rb.rounds and ready:
             for i in range(args.gradient_steps):
-                actor_too = i % args.policy_frequency == 0
-                losses |= humanoid.sac_update(sac, optimizers, rb.sample(args), actor_too, args)
+                humanoid.sac_update(sac, optimizers, rb.sample(args), i % args.policy_frequency == 0, args)
 
         # ---- Label what is left, and report.
         states, actions = playing.result()
-        labels = labeller.result().view(args.episode_length, args.num_envs, -1)
-        rewards = labels[..., : len(goals)]
+        rewards = labeller.result()[:, : len(goals)].reshape(args.episode_length, args.num_envs, -1)
         rb.add(states, actions, rewards)
         sac.obs_norm.update(states[..., 2:].flatten(0, 1).to(labeller.device))
-        save(f"{args.run_dir}/rounds/{k}.pt", round=(states, actions, rewards.clone()))
+        save(f"{args.run_dir}/rounds/{k}.pt", round=(states, actions, rewards))
         global_step += a_round
-        scalars = {f"losses/{name}": value.item() for name, value in losses.items()}
         if global_step % args.evaluate_every < a_round or global_step >= args.total_timesteps:
-            means = evaluate(sac.policy, args.num_envs, humanoid.CHOOSE, labeller, goals, args)
-            tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
-            scalars |= {f"success_rate/{name}": of_one["success_rate"] for name, of_one in means.items()}
+            means, rates = evaluate(sac.policy, args.num_envs, humanoid.CHOOSE, labeller, goals, args)
+            tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: success rates {rates}")
+            for name, of_one in means.items():
+                writer.add_scalar(f"success_rate/{name}", rates[name], global_step)
+                writer.add_scalar(f"clip_return/{name}", of_one["clip_return"], global_step)
+            writer.flush()
             earned = torch.tensor([of_one["clip_return"] for of_one in means.values()])
             if ((earned - best) / rb.std.cpu()).mean() >= 0:
                 best = earned
                 checkpoint("best.pt")
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, global_step)
-        writer.flush()
         checkpoint("checkpoint.pt")
 
     load(f"{args.run_dir}/best.pt", Args, policy=sac.policy)
@@ -214,28 +197,24 @@ def play(policy: nn.Module, purpose: int, pursued: torch.Tensor, labeller: Label
     return states[1:], labeller.result().view(steps, episodes, -1)
 
 
-def evaluate(policy: nn.Module, episodes: int, purpose: int, labeller: Labeller, goals, args) -> dict:
-    """-> of each sentence the return, and how often each condition was met: whether it obeys, or what it does."""
+def evaluate(policy: nn.Module, episodes: int, purpose: int, labeller: Labeller, goals, args) -> tuple:
+    """-> of each sentence return and how often each condition was met; and, where known, its own's success."""
     pursued = torch.arange(len(goals)).repeat_interleave(episodes).expand(args.episode_length, -1)
     _, labels = play(policy, purpose, pursued, labeller, goals, args)
+    tasks = {prompt: args.task or task for task, (prompt, _) in TASKS.items()}
     means = {}
     for k, (prompt, mine) in enumerate(zip(args.prompt, labels.split(episodes, dim=1))):
         met = (mine[..., len(goals) :].mean(0) >= 0.5).float().mean(0).tolist()  # as the robot's `summary`
         means[prompt] = {"clip_return": mine[..., k].sum(0).mean().item(), **dict(zip(TASKS, met))}
-        task = args.task or next((task for task in TASKS if TASKS[task][0] == prompt), None)
-        means[prompt]["success_rate"] = means[prompt].get(task, math.nan)
-    return means
-
-
-def in_words(means: dict) -> str:
-    return "; ".join(f"{of_one['success_rate']:.2f} {prompt}" for prompt, of_one in means.items())
+    return means, {prompt: means[prompt].get(tasks.get(prompt, args.task), math.nan) for prompt in means}
 
 
 def write_result(path: str, policy: nn.Module, labeller: Labeller, goals, args: Args) -> None:
     """Evaluate; write path.json, and path.mp4, in which one robot is told one sentence after the other."""
-    means = evaluate(policy, args.episodes, humanoid.REPORT, labeller, goals, args)
-    print(f"{args.episodes} episodes each: {in_words(means)}; {path}.json, .mp4")
-    Path(f"{path}.json").write_text(json.dumps({"sentences": means, "settings": asdict(args)}, indent=2))
+    means, rates = evaluate(policy, args.episodes, humanoid.REPORT, labeller, goals, args)
+    print(f"{args.episodes} episodes each, success rates {rates}; {path}.json, .mp4")
+    found = {"success": rates, "sentences": means, "settings": asdict(args)}
+    Path(f"{path}.json").write_text(json.dumps(found, indent=2))
     pursued = torch.arange(len(goals)).repeat_interleave(100)[:, None]
     states, _ = play(policy, humanoid.REPORT, pursued, labeller, goals, args)
     scene = humanoid.Scene(480, 480, args.textures, args.camera, 2, 1, labeller.device)

@@ -126,8 +126,8 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_obeys_a_sentence_that_it_n
     assert (tmp_path / "broken/result.mp4").stat().st_size > 500
     words = ["--prompt", "the robot has knelt down", "--task", "kneeling"]
     call(script, "--evaluate", tmp_path / "broken/best.pt", *words)
-    told = json.loads((tmp_path / "broken/best_evaluation.json").read_text())["sentences"]
-    assert told["the robot has knelt down"]["success_rate"] == told["the robot has knelt down"]["kneeling"]
+    told = json.loads((tmp_path / "broken/best_evaluation.json").read_text())
+    assert told["success"] == {words[1]: told["sentences"][words[1]]["kneeling"]}
 
 
 def test_what_is_no_sentence_is_refused(call, tmp_path):
