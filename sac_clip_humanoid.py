@@ -172,7 +172,7 @@ class ReplayBuffer:
 
         Rewards are standardized: CLIP's are nearly alike. Without early ends no best policy changes.
         """
-        _, steps, num_envs = self.rewards.shape
+        steps, num_envs = self.rewards.shape[1:3]
         starts = steps - args.n_step + 1  # nothing reaches beyond the end of an episode
         size = min(self.rounds, self.capacity) * starts * num_envs
         k = torch.randint(size, (args.batch_size,), device=self.rewards.device)
