@@ -215,14 +215,14 @@ def write_result(path: str, policy: nn.Module, labeller: Labeller, goals, args: 
     print(f"{args.episodes} episodes each, success rates {rates}; {path}.json, .mp4")
     found = {"success": rates, "sentences": means, "settings": asdict(args)}
     Path(f"{path}.json").write_text(json.dumps(found, indent=2))
-    pursued = torch.arange(len(goals)).repeat_interleave(100)[:, None]
+    pursued = torch.arange(len(goals)).repeat_interleave(args.episode_length)[:, None]
     states, _ = play(policy, humanoid.REPORT, pursued, labeller, goals, args)
-    scene = humanoid.Scene(480, 480, args.textures, args.camera, 2, 1, labeller.device)
+    scene = humanoid.Scene(240, 240, args.textures, args.camera, 2, 1, labeller.device)
     with iio.imopen(f"{path}.mp4", "w", plugin="pyav") as film:
         film.init_video_stream("libx264", fps=30)
         for pose, k in zip(tqdm(states[..., :POSE_SIZE], "film", leave=False, disable=None), pursued):
             image = Image.fromarray(scene.render(pose)[0][0].permute(1, 2, 0).cpu().numpy())
-            image = image.crop((0, 0, 480, 508))  # with a strip below
+            image = image.resize((480, 480)).crop((0, 0, 480, 508))  # with a strip below
             ImageDraw.Draw(image).text((8, 487), args.prompt[k], "white", font_size=13)
             film.write_frame(np.asarray(image))
 
