@@ -297,14 +297,14 @@ class Labeller:
         self.batch_size = args.clip_batch_size
         self.binary = args.clip_model.endswith(".py") or args.threshold is not None
         self.rest = None  # states short of a batch
-        self.tasks = []  # batches, and their futures
+        self.tasks = []  # batches, futures
 
     def add(self, states: torch.Tensor, last: bool = False) -> None:
-        """Take in states (N, …); full batches begin."""
+        """Take in states (N, …); a full batch begins when more come."""
         states = states if self.rest is None else torch.cat([self.rest, states])
         *full, self.rest = states.split(self.batch_size)
         for batch in [*full, self.rest] if last else full:
-            held = [batch]  # until labelled
+            held = [batch]  # till labelled
             self.tasks.append((held, self.pool.submit(self.label, held)))
 
     def label(self, held: list) -> torch.Tensor:
