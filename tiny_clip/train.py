@@ -88,10 +88,9 @@ def contrastive_loss(
 
 
 def fact_loss(logits: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of what embeddings tell of all facts (N, F) that are known, mentioned or not."""
+    """Cross entropy of what embeddings tell of each fact (N, F), mentioned or not; 0 where it is not known."""
     known = (facts < 2).float()
-    targets = facts.clamp(max=1).float()
-    return F.binary_cross_entropy_with_logits(logits, targets, weight=known, reduction="sum") / known.sum()
+    return F.binary_cross_entropy_with_logits(logits, facts.clamp(max=1).float(), known, reduction="none")
 
 
 def train(args: Args) -> None:
@@ -113,6 +112,9 @@ def train(args: Args) -> None:
     humanoids = Humanoids(args.humanoid_states, rng)
     scenes = {"cartpole": cartpole, "mountaincar": mountaincar, "humanoid": humanoids}
     make_batch(scenes, captions, 8192, np.random.default_rng(0))  # tells what is rare
+    humanoids.drawn.clear()
+    names = [task.replace("-", "_") for task in SCRIPTS["humanoid"].TASKS]
+    tasks = [k for k, line in enumerate(captions["humanoid"].lines) if line["condition"] in names]
 
     # The next batch is made while this one is learned from.
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -123,6 +125,8 @@ def train(args: Args) -> None:
             if step in args.keep:
                 write(model, args.output / str(step))
             frames, tokens, facts, true = coming.result()
+            if step > 0:
+                humanoids.loss[humanoids.drawn.pop(0)] = hardness
             coming = pool.submit(make_batch, scenes, captions, args.batch_size, rng)
             pixels = (frames.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
             with torch.autocast("cpu", torch.bfloat16, bf16):  # a step takes two thirds of the time
@@ -131,7 +135,9 @@ def train(args: Args) -> None:
             loss = contrastive_loss(image, text, model.logit_scale.exp(), true)
             parts = image.split([len(own) for own in facts.values()])
             told = [fact_loss(heads[name](10 * part), own) for part, (name, own) in zip(parts, facts.items())]
+            hardness = told[-1][:, tasks].detach().sum(1).numpy()
             optimizer.zero_grad(set_to_none=True)
+            told = [losses.sum() / (own < 2).sum() for losses, own in zip(told, facts.values())]
             (loss + FACTS * sum(told)).backward()
             optimizer.step()
             schedule.step()

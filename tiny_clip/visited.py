@@ -26,6 +26,7 @@ class Args:
 
     run_dirs: tuple[Path, ...]
     states: int = 1000  # of each run
+    limit: int = 41_500  # states in all, 2 MB: of those before as many stay, by chance, as there is room for
     output: Path = VISITED
     seed: int = 1  # of the choice
 
@@ -43,8 +44,10 @@ def states_of(run_dir: Path, n: int, rng: np.random.Generator) -> np.ndarray:
 def main() -> None:
     args = tyro.cli(Args)
     rng = np.random.default_rng(args.seed)
-    before = [np.load(args.output)] if args.output.exists() else []
-    visited = np.concatenate(before + [states_of(run_dir, args.states, rng) for run_dir in args.run_dirs])
+    visited = np.concatenate([states_of(run_dir, args.states, rng) for run_dir in args.run_dirs])
+    if args.output.exists():
+        before = rng.permutation(np.load(args.output))
+        visited = np.concatenate([before[: max(args.limit - len(visited), 0)], visited])
     np.save(args.output, visited)
     print(f"{args.output}: {len(visited)} states")
 
