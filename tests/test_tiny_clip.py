@@ -223,11 +223,12 @@ def test_losses_ask_for_all_true_pairs_and_all_that_can_be_told():
 
 
 def test_a_quarter_of_the_humanoids_is_of_those_that_were_hard(humanoids):
+    tenth = len(humanoids.loss) // 10
     humanoids.loss[:] = 0
-    humanoids.loss[:150] = 1  # a tenth
+    humanoids.loss[:tenth] = 1
     humanoids(4000, np.random.default_rng(0))
     quarter = humanoids.drawn.pop()[2000:3000]
-    assert abs((quarter < 150).mean() - (1 - 0.9**8)) < 0.05
+    assert abs((quarter < tenth).mean() - (1 - 0.9**8)) < 0.05
 
 
 @pytest.mark.slow

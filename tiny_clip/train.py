@@ -120,12 +120,13 @@ def train(args: Args) -> None:
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         coming = pool.submit(make_batch, scenes, captions, args.batch_size, rng)
         bf16 = native_precision("cpu") == "bf16"
+        hardness = None
         progress = trange(args.steps, desc="train tiny_clip", unit="step")
         for step in progress:
             if step in args.keep:
                 write(model, args.output / str(step))
             frames, tokens, facts, true = coming.result()
-            if step > 0:
+            if hardness is not None:
                 humanoids.loss[humanoids.drawn.pop(0)] = hardness
             coming = pool.submit(make_batch, scenes, captions, args.batch_size, rng)
             pixels = (frames.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
