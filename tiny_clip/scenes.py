@@ -75,7 +75,7 @@ class Humanoids:
         self.drawn = []  # the frames of each batch that is on its way
 
     def __call__(self, n: int, rng: np.random.Generator) -> tuple[torch.Tensor, dict]:
-        """A half is chosen for what it shows, each posture as often as another; a quarter as hard: of eight."""
+        """Half show a posture, each as often as another; a quarter are the hardest of eight; the rest are any."""
         i = rng.integers(len(self.frames), size=n)
         for k in range(n // 2):
             i[k] = rng.choice(self.showing[rng.integers(len(self.showing))])
