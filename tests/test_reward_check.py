@@ -491,7 +491,7 @@ def test_upright_and_the_flag_are_the_maxima_of_the_landscapes_at_every_alpha(ca
         assert abs(place) <= 6 if panel == "CartPole" else place >= 0.449
         if panel == "CartPole":  # the top is flat: see the model card
             upright = next(reward for reward, place in curve if place == 0)
-            assert reward - upright <= 0.04 * (reward - min(curve)[0])
+            assert reward - upright <= 0.06 * (reward - min(curve)[0])
 
 
 @pytest.mark.parametrize("arguments, expected", [

@@ -67,7 +67,7 @@ def test_the_nearer_the_flag_the_more_is_rewarded(textures, alpha):
     render = car.Scene(64, 64, textures, CPU).render
     x = torch.from_numpy(np.random.default_rng(123).uniform(-1.2, 0.6, 2000))
     progress = ((x + math.pi / 6) / (0.45 + math.pi / 6)).clamp(0, 1)
-    assert epic_distance(reward(render(x[:, None])), progress) <= 0.45  # the slope is rewarded least
+    assert epic_distance(reward(render(x[:, None])), progress) <= 0.48  # the slope is rewarded least
 
 
 @pytest.fixture(scope="module")

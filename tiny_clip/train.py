@@ -42,7 +42,7 @@ class Args:
     evaluate: bool = False  # only print the held-out figures of the model in `output`
     output: Path = HERE  # folder for the model
     start: Path | None = None  # folder of a model to go on with, instead of from nothing
-    steps: int = 2000  # optimizer steps
+    steps: int = 2400  # optimizer steps
     keep: tuple[int, ...] = ()  # write the model as it is before these steps, too: into folders OUTPUT/STEP
     batch_size: int = 1024  # image-text pairs a step, over all scenes
     humanoid_states: int = 120_000  # simulated and rendered before the training; all else is for each batch
