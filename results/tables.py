@@ -25,6 +25,7 @@ import tyro
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+OTHER_CODE = (":!tests", ":!results", ":!examples", ":!neighbours/sac_sentences_humanoid.py")  # not in here
 TINY = hashlib.sha256((ROOT / "tiny_clip" / "open_clip_model.safetensors").read_bytes()).hexdigest()[:8]
 
 
@@ -82,7 +83,7 @@ def describe(*code: str) -> dict:
     """The last commit of this code or the bundled weights, these weights, and machine of now."""
 
     def git(*words: str) -> str:
-        command = ["git", *words, "--", *code, "tiny_clip/*.safetensors", ":!tests", ":!results"]
+        command = ["git", *words, "--", *code, "tiny_clip/*.safetensors", *OTHER_CODE]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     import torch
@@ -170,10 +171,15 @@ def markdown(head: str, rows: list[list]) -> str:
     return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
 
 
-def commits(rows: list[dict]) -> str:
-    """Where the code was when these were made, and whether the bundled weights were those of now."""
-    earlier = ["" if row["tiny"] == TINY else " (earlier weights)" for row in rows]
-    return ", ".join(dict.fromkeys(row["commit"] + mark for row, mark in zip(rows, earlier)))
+def made_by(output: Path) -> str:
+    """Which commit, weights and machine made which CSV files."""
+    made = {}
+    for path in sorted([*output.glob("*.csv"), *output.parent.glob("reward_check/reward_models_*.csv")]):
+        for row in read(path):
+            if "commit" in row:
+                earlier = "" if row["tiny"] == TINY else " (earlier weights)"
+                made.setdefault((row["commit"] + earlier, row["machine"]), {})[path.stem] = None
+    return markdown("commit | machine | files", [[*how, ", ".join(files)] for how, files in made.items()])
 
 
 @cache
@@ -218,9 +224,9 @@ def runs_table(*claims: str, output: Path, late: bool = False) -> str:
         cells += [spread(success), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
         cells.append(f"{steps / 1000:.0f}k" if steps < 1e8 else "never")
         cells += [spread(second_half)] if late else []
-        lines.append([*cells, commits(rows)])
+        lines.append(cells)
     head = "what | seeds | success rate | runs at 0.9 or above | steps to 90 %"
-    return markdown(head + (" | late in training" if late else "") + " | commit", lines)
+    return markdown(head + (" | late in training" if late else ""), lines)
 
 
 def judged_table(*names: str, output: Path) -> str:
@@ -231,9 +237,9 @@ def judged_table(*names: str, output: Path) -> str:
             if row["alpha"] == "0":
                 ends = ("", "_low", "_high")
                 epic, low, high = (f"{float(row[f'epic_balanced{end}']):.3f}" for end in ends)
-                line = [name, Path(row["model"]).name, f"{epic} ({low} to {high})"]
-                lines.append([*line, f"{float(row['average_precision']):.3f}", commits([row])])
-    return markdown("task | model | EPIC distance, α = 0 (95 % interval) | average precision | commit", lines)
+                precision = f"{float(row['average_precision']):.3f}"
+                lines.append([name, Path(row["model"]).name, f"{epic} ({low} to {high})", precision])
+    return markdown("task | model | EPIC distance, α = 0 (95 % interval) | average precision", lines)
 
 
 def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> str:
@@ -243,7 +249,7 @@ def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> s
         rows = [{"CLIP model": row["what"].partition(" in ")[0]} | row for row in rows]
         columns = columns and ("CLIP model", *columns)
     left_out = ("what", "command", "machine", "commit", "tiny")
-    columns = [*(columns or (column for column in rows[0] if column not in left_out)), "commit"]
+    columns = columns or [column for column in rows[0] if column not in left_out]
     return markdown(" | ".join(columns), [[row[column] for column in columns] for row in rows])
 
 
@@ -252,6 +258,7 @@ PLAIN = ("script", "ours", "ours ÷ every step", "ours ÷ end of episode")
 VIT_TOO = ("throughput", "throughput_vit_bf16", "throughput_vit_fp32")
 ALONE = ("cartpole", "mountaincar", "prompts", "preferences", "shaping")
 TABLES = {claim: partial(runs_table, claim) for claim in ALONE} | {
+    "made_by": made_by,
     "mattered": partial(runs_table, "mattered", late=True),
     "table1": partial(runs_table, "table1", "precision"),
     "figure3": partial(runs_table, "figure3", "distractors"),
