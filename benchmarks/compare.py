@@ -96,6 +96,7 @@ def plain_run(kind: str, script: str, args: Args, reward_model: CLIPReward) -> f
     """Steps/s of a plain training after its first episode, which is random."""
     algorithm, name, options, layers = PLAIN[script]
     defaults = importlib.import_module(script).Args()
+    os.environ["MUJOCO_GL"] = "egl"  # which the robot's script turns off
     episode = defaults.episode_length
     env = gymnasium.make(name, render_mode="rgb_array", **options).unwrapped
     env = CLIPWrapper(gymnasium.wrappers.TimeLimit(env, episode), reward_model)

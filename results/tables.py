@@ -54,16 +54,15 @@ TASKS = [kind.removeprefix("table1/") for kind in KINDS if kind.startswith("tabl
 CLAIMS = list(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 PREDICTED = ("cartpole", "mountaincar", "table1", "prompts", "figure3", "contrastive", "threshold", "ladder")
 
-VIT = "benchmarks.throughput --models ViT-B-32 --rounds 1 --repetitions 2 --clip-batch-size 32"
+VIT = "--models ViT-B-32 --rounds 1 --repetitions 2 --clip-batch-size 32 --steps-per-round 320"
 GROWTH = "--num-envs 8 64 512 4096 --steps-per-round 8192 --rounds 1 --repetitions 1"
 PLAIN_VIT = "--scripts sac_clip_humanoid --clip-model ViT-B-32 --rounds 1 --plain-episodes 1 --repetitions 3"
 COMMANDS = {  # what is not trained but printed as a table by other programs
     "throughput": "benchmarks.throughput --models tiny",
-    "throughput_vit_bf16": f"{VIT} --precisions bf16 --steps-per-round 1600",
-    "throughput_vit_fp32": f"{VIT} --precisions fp32 --steps-per-round 800",
+    "throughput_vit": f"benchmarks.throughput {VIT}",
     "growth": f"benchmarks.throughput --models tiny {GROWTH}",
     "cost": "benchmarks.cost",
-    "compare": "benchmarks.compare",
+    "compare": "benchmarks.compare --repetitions 3",
     "compare_vit": f"benchmarks.compare {PLAIN_VIT}",
     "robustness": "reward_check.robustness --dataset runs/states/kneeling",
 }
@@ -255,7 +254,6 @@ def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> s
 
 LOOP = ("script", "CLIP model", "precision", "encode_image", "update", "loop", "efficiency (range)")
 PLAIN = ("script", "ours", "ours ÷ every step", "ours ÷ end of episode")
-VIT_TOO = ("throughput", "throughput_vit_bf16", "throughput_vit_fp32")
 ALONE = ("cartpole", "mountaincar", "prompts", "preferences", "shaping")
 TABLES = {claim: partial(runs_table, claim) for claim in ALONE} | {
     "made_by": made_by,
@@ -265,7 +263,7 @@ TABLES = {claim: partial(runs_table, claim) for claim in ALONE} | {
     "rewards": partial(runs_table, "alpha", "contrastive", "threshold"),
     "agreement": partial(judged_table, "cartpole", "mountaincar", *TASKS),
     "robustness": partial(printed_table, "robustness", columns=("the picture", "α = 0", "α = 1")),
-    "throughput": partial(printed_table, *VIT_TOO, columns=LOOP),
+    "throughput": partial(printed_table, "throughput", "throughput_vit", columns=LOOP),
     "cost": partial(printed_table, "cost"),
     "compare": partial(printed_table, "compare", "compare_vit", columns=PLAIN),
 }
