@@ -25,7 +25,7 @@ import tyro
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-OTHER_CODE = (":!tests", ":!results", ":!examples", ":!neighbours/sac_sentences_humanoid.py")  # not in here
+OTHER_CODE = (":!tests", ":!results", ":!examples", ":!neighbours/sac_sentences_humanoid.py")  # not used here
 TINY = hashlib.sha256((ROOT / "tiny_clip" / "open_clip_model.safetensors").read_bytes()).hexdigest()[:8]
 
 
