@@ -42,7 +42,8 @@ class Dot(gymnasium.Env):
 
     def step(self, action):
         self.x = np.clip(self.x + 0.05 * action[0], -1, 1)
-        if self.what == "dies" and self.np_random.random() < 0.01:
+        if os.path.exists(self.what) and self.np_random.random() < 0.003:
+            os.remove(self.what)  # it dies only once
             os.kill(os.getpid(), signal.SIGKILL)
         x = np.nan if self.what == "nan" else self.x
         return {"x": np.float32([x])}, self.x, bool(self.x > 0.9), False, {"is_success": self.x > 0.5}
@@ -200,10 +201,16 @@ def test_what_cannot_be_trained_in_gets_a_line(run, tmp_path, words, says):
         run(*SHORT, *words, "--run-dir", tmp_path / "run")
 
 
-def test_an_environment_that_dies_ends_the_run_which_can_go_on(run, tmp_path):
+def test_after_an_environment_has_died_the_run_goes_on_to_the_same_end(run, tmp_path):
+    how = "--env-kwargs", f'{{"what": "{tmp_path}/alive"}}'
+    run(*SHORT, *how, "--run-dir", tmp_path / "unbroken")
+    (tmp_path / "alive").touch()
     with pytest.raises((EOFError, OSError)):
-        run(*SHORT, "--env-kwargs", '{"what": "dies"}', "--run-dir", tmp_path / "run")
-    assert (tmp_path / "run/checkpoint.pt").exists()
+        run(*SHORT, *how, "--run-dir", tmp_path / "run")
+    rounds = len(list((tmp_path / "run/rounds").iterdir()))
+    run("--resume", tmp_path / "run")
+    one, other = weights(tmp_path / "unbroken"), weights(tmp_path / "run")
+    assert 1 < rounds < 6 and all(torch.equal(one[name], other[name]) for name in one)
 
 
 if sys.version_info >= (3, 12):  # forking a process with threads is warned of
