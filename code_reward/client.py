@@ -42,12 +42,12 @@ def write(path: Path, text: str) -> None:
 class Client:
     """Questions -> answers, each asked once: those in `path` (a line of JSON each) are taken from there.
 
-    `model` is what the endpoint calls it; without a `base_url` it is OpenAI's, with OPENAI_API_KEY.
+    `model` is what the endpoint calls it. That is OpenAI's, with OPENAI_API_KEY, or the one at OPENAI_BASE_URL:
+    no file says where a key is sent.
     """
 
-    def __init__(self, model: str, base_url: str | None, path: Path):
+    def __init__(self, model: str, path: Path):
         self.model = model
-        self.base_url = base_url
         self.path = path
         self.calls = {}
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
@@ -60,11 +60,11 @@ class Client:
         question = {"model": self.model, "messages": messages}
         key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
         if key not in self.calls:
-            secret = os.environ.get("OPENAI_API_KEY") or ("none" if self.base_url else None)
+            secret = os.environ.get("OPENAI_API_KEY") or ("none" if "OPENAI_BASE_URL" in os.environ else None)
             try:  # a retry waits for as long as a 429 says
                 from openai import OpenAI
 
-                client = OpenAI(base_url=self.base_url, api_key=secret, max_retries=6)
+                client = OpenAI(api_key=secret, max_retries=6)
                 response = client.chat.completions.create(temperature=0, **question)
                 answer = response.choices[0].message.content.encode().decode()
                 end = response.choices[0].finish_reason

@@ -1,6 +1,6 @@
 """A vision-language model writes a reward program, verified on a run's random first round and on its last.
 
-    python -m code_reward.write --run-dir runs/RUN --base-url http://localhost:8000/v1 --model M --output F.py
+    python -m code_reward.write --run-dir runs/NAME --model MODEL --output FILE.py
 
 After Code as Reward (VLM-CaR, Venuto et al., ICML 2024, arXiv 2402.04764): the model sees frames, names the
 sub-tasks, and writes a function for each. A function must hold in frames of the expert and rarely in random
@@ -31,8 +31,7 @@ class Args:
 
     run_dir: Path  # a run whose agent reached the goal: its first round is random, its last is the expert's
     output: Path  # the program, NAME.py; NAME.answers.jsonl beside it keeps questions, answers and tokens
-    model: str  # as the endpoint calls it
-    base_url: str | None = None  # of an OpenAI-compatible endpoint (default: OpenAI's, with OPENAI_API_KEY)
+    model: str  # as OpenAI calls it (OPENAI_API_KEY), or the endpoint at OPENAI_BASE_URL
     rounds: int = 3  # repairs of a function before its sub-task is given up
     size: tuple[int, int] = (64, 96)  # height and width of the frames that the program sees
     episodes: int = 8  # of each kind to verify on
@@ -157,7 +156,7 @@ def main() -> None:
         raise UsageError("--size is two numbers from 8 to 1024")
     frames = trajectories(args)
     shown = [picture(frame) for kind in (1, 0) for frame in frames[kind, :3, -1]]
-    client = Client(args.model, args.base_url, args.output.with_suffix(".answers.jsonl"))
+    client = Client(args.model, args.output.with_suffix(".answers.jsonl"))
     description, subtasks = plan(client, shown, args.rounds)
     about = {"description": description, "n": len(shown) // 2, "height": args.size[0], "width": args.size[1]}
     functions = {}

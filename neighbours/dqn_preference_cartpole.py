@@ -46,8 +46,7 @@ class Args(dqn.Args):
     queries: int = 50  # pairs a session (paper: 50, every 5,000 steps)
     max_queries: int = 10_000  # after which nothing more is asked (paper's code: the same)
     session_every: int = 2  # rounds from session to session
-    vlm: str | None = None  # vlm: the model, as the endpoint calls it
-    base_url: str | None = None  # vlm: of an OpenAI-compatible endpoint (default: OpenAI's, OPENAI_API_KEY)
+    vlm: str | None = None  # vlm: the model, as OpenAI calls it or what is at OPENAI_BASE_URL
 
     def __post_init__(self):
         if self.evaluate or self.ray_workers or self.clip_model.endswith(".py"):
@@ -84,7 +83,7 @@ def compare(labels: torch.Tensor, args: Args) -> torch.Tensor:
 
 def look(states: torch.Tensor, args: Args) -> torch.Tensor:
     """The same of a vision-language model that sees states (n, 2, 4); the run's folder keeps its answers."""
-    client = Client(args.vlm, args.base_url, Path(args.run_dir, "vlm.answers.jsonl"))
+    client = Client(args.vlm, Path(args.run_dir, "vlm.answers.jsonl"))
     question = QUESTION.format(goal="; ".join(args.prompt))
     answers = []
     for pair in tqdm(states, "ask", leave=False, disable=None):

@@ -38,8 +38,8 @@ class Args:
 
     run_dirs: tuple[Path, ...] = ()  # of one script: states of their rounds, with their prompt, task and look
     script: Script | None = None  # without runs: whose fixed states, half of them goal states
-    task: str | None = None  # without runs: of the humanoid (default: kneeling)
-    prompt: tuple[str, ...] = ()  # without runs: a sentence of your own; label by hand, or judge by eye
+    task: str | None = None  # without runs: of the humanoid, labels the states (default: kneeling)
+    prompt: tuple[str, ...] = ()  # without runs: a sentence of your own, for states at random
     states: int = 1000  # states in the dataset
     seed: int = 1  # of the choice of the states
     output: Path = Path("dataset")  # folder to write, made anew
@@ -181,8 +181,8 @@ def main() -> None:
     args = tyro.cli(Args)
     if bool(args.run_dirs) == bool(args.script):
         raise UsageError("give either --run-dirs or --script: where are the states to come from?")
-    if args.task and args.script != "sac_clip_humanoid" or args.prompt and (args.run_dirs or args.task):
-        raise UsageError("--task belongs to --script sac_clip_humanoid, --prompt to --script without --task")
+    if args.task and args.script != "sac_clip_humanoid" or args.prompt and args.run_dirs:
+        raise UsageError("--task belongs to --script sac_clip_humanoid, --prompt to --script")
     if args.output.exists():
         raise UsageError(f"{args.output} exists: choose another --output")
     rng = np.random.default_rng(40_000 + args.seed)  # not the one that tiny_clip was trained with
@@ -195,8 +195,8 @@ def main() -> None:
         make = states_at_random if args.prompt else fixed_states
         states, settings = make(args.script, args.task, args.states, rng)
         if args.prompt:
-            settings |= {"prompt": args.prompt, "task": None}
-    labels = None if args.prompt else label(states, settings)
+            settings |= {"prompt": args.prompt, "task": args.task}
+    labels = label(states, settings) if args.task or not args.prompt else None
 
     (args.output / "frames").mkdir(parents=True)
     screen = script_of(settings)  # frames larger than most models see them

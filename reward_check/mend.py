@@ -38,7 +38,7 @@ class Args:
     prompt: tuple[str, ...] = ()  # (default: the dataset's)
     head: str | None = None  # of a round before: it tells what is rewarded most, and its labels count
     labels: int = 50  # frames to label: half of them those that are rewarded most, half any
-    wrong: float | None = None  # nobody is asked: the dataset's labels answer, so many of them wrong
+    wrong: float | None = None  # nobody is asked: the dataset's labels answer, this share of them wrong
     seed: int = 1  # of the choice, and of wrong answers
     clip_batch_size: int = 128
     precision: Literal["fp32", "bf16"] | None = None
@@ -86,7 +86,7 @@ def main() -> None:
             raise UsageError(f"no frames have the numbers {sorted({*numbers} - {*names})}")
         answers = torch.tensor([name in numbers for name in names])
     else:
-        answers = label[chosen] ^ torch.from_numpy(rng.random(len(chosen)) < args.wrong)
+        answers = label[chosen] ^ torch.tensor(rng.permutation(len(chosen)) < round(args.wrong * len(chosen)))
     labels = torch.cat([before["labels"], answers])
     embeddings = torch.cat([before["embeddings"], frames[chosen]])
     if labels.all() or not labels.any():

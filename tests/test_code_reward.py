@@ -185,15 +185,15 @@ def test_strange_responses_are_a_line_or_an_answer(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: endpoint))
     question = [client.message("user", "What is it?")]
     with pytest.raises(UsageError, match="no answer .*KeyError"):
-        client.Client("m", None, tmp_path / "a.json").ask(question)
+        client.Client("m", tmp_path / "a.json").ask(question)
     cut_off = SimpleNamespace(message=SimpleNamespace(content="A c"), finish_reason="length")
     response.choices = [cut_off]
     with pytest.raises(UsageError, match="cut off .length., and is not kept: A c"):
-        client.Client("m", None, tmp_path / "a.json").ask(question)
+        client.Client("m", tmp_path / "a.json").ask(question)
     response.choices = [SimpleNamespace(message=SimpleNamespace(content="A cart."), finish_reason="stop")]
-    assert client.Client("m", None, tmp_path / "a.json").ask(question) == "A cart."
+    assert client.Client("m", tmp_path / "a.json").ask(question) == "A cart."
     monkeypatch.setitem(sys.modules, "openai", None)  # it cannot even be imported
-    assert client.Client("m", None, tmp_path / "a.json").ask(question) == "A cart."
+    assert client.Client("m", tmp_path / "a.json").ask(question) == "A cart."
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_a_teacher_compares_and_errs():
     assert torch.equal(preference.compare(labels, args) == 0, labels[:, 0, 3] > labels[:, 1, 3])
 
 
-def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path):
+def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path, monkeypatch):
     pytest.importorskip("openai")
     said = ["It is up in the first.\n1", "…\n**(2)**", "Alike.\n0", "Up by 1.5 or 10 degrees."]
     said += ["Answer: 1", "The answer is 2.", r"1. Up. 2. Down. \boxed{2}", "<answer>1</answer>", "-1"]
@@ -115,8 +115,8 @@ def test_a_vlm_is_asked_about_both_pictures_and_about_none_twice(serve, tmp_path
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
 
-    url = serve(Handler) + "/v1"
-    args = preference.Args(teacher="vlm", vlm="recorded", base_url=url, run_dir=str(tmp_path))
+    monkeypatch.setenv("OPENAI_BASE_URL", serve(Handler) + "/v1")
+    args = preference.Args(teacher="vlm", vlm="recorded", run_dir=str(tmp_path))
     states = torch.rand(10, 2, 4)
     for _ in range(2):
         assert preference.look(states[:9], args).tolist() == [0, 1, -1, -1, 0, 1, 1, 0, -1]

@@ -232,3 +232,8 @@ def test_the_workflow_trains_stores_goes_on_and_has_nothing_to_do_in_a_clone(tmp
     (runs / "fp32_2.finished").unlink()
     made[0].unlink()
     assert re.search(r"train +1\b", snakemake("-n", "cartpole"))  # the second only
+    shorter = TOY.replace("2400", "1200")
+    (results / "tables.py").write_text(source.replace("# ---- Results become", shorter, 1))
+    snakemake("cartpole")  # with other options a run begins anew
+    assert all("1200" in row["options"] for row in tables.read(made[0]))
+    assert [int(point["step"]) for point in tables.read(made[1])] == 2 * list(range(120, 1201, 120))

@@ -532,6 +532,9 @@ def test_labels_move_the_goal_and_a_head_is_for_its_model_and_sentence_alone(cal
     distances = map(float, re.findall(r"EPIC distance (\S+)", capsys.readouterr().out))
     plain, first, again, second = distances
     assert first < 0.4 < 0.5 < plain and again == pytest.approx(first, abs=0.02) and second < 0.4
+    call(mend, *how, "--wrong", 0.2, "--output", "wrong.safetensors")
+    heads = [safetensors.torch.load_file(f"{name}.safetensors") for name in ("first", "wrong")]
+    assert (heads[0]["labels"] != heads[1]["labels"]).sum() == 6  # of 30
 
     frames, holds = look_at(dqn_clip_cartpole, states, (64, 64))
     model = CLIPReward("tiny", sentence, head="second.safetensors")
