@@ -1,7 +1,6 @@
 """Any Gymnasium environment with continuous actions, learned from one sentence and its own frames.
 
-    python examples/sac_clip_gymnasium.py --env-id MountainCarContinuous-v0 --clip-model tiny \
-        --prompt "a car at the peak of the mountain, next to the yellow flag"
+    python examples/sac_clip_gymnasium.py --env-id Pusher-v5 --prompt "a robot arm touching a white cylinder"
 
 Each environment's process renders its frames and shrinks them; they are rewarded while the round goes on, and
 dropped. Its own return and success are logged, never learned from. Networks and update are the robot's.
@@ -9,7 +8,7 @@ dropped. Its own return and success are logged, never learned from. Networks and
 Who is paid for every frame avoids what ends an episode, even the goal, if nothing is earned afterwards. So a
 terminal state counts as absorbing: it earns its R(s) for ever, R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ).
 An episode that is cut short, by a limit or the round's end, has its last state's value bootstrapped. A round
-is an episode of each environment, from `reset(seed=…)`; one that has ended stands still.
+is an episode of each environment, from `reset(seed=…)`; what has ended stands still, and counts as steps.
 """
 
 import json
@@ -25,8 +24,8 @@ import gymnasium
 import imageio.v3 as iio
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Dict, flatten_space
-from gymnasium.wrappers import AddRenderObservation, FlattenObservation, RescaleAction, TransformObservation
+from gymnasium.spaces import Box, Dict
+from gymnasium.wrappers import FlattenObservation, RescaleAction, TransformObservation
 from PIL import Image, ImageOps
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm, trange
@@ -71,51 +70,49 @@ class Args(RewardArgs):
     def check(self) -> None:
         if not self.env_id or not self.prompt and not self.clip_model.endswith(".py"):
             raise UsageError("--env-id and --prompt must be given")
-        limit = gymnasium.make(self.env_id, **json.loads(self.env_kwargs)).spec.max_episode_steps
-        self.episode_length = min(self.episode_length, limit or self.episode_length)
+        if ":" in self.env_id and not any(word.endswith(self.env_id) for word in sys.argv):
+            raise UsageError(f"--env-id {self.env_id} runs that module's code: name it again")
+        env = gymnasium.make(self.env_id, **json.loads(self.env_kwargs))
+        if not isinstance(env.action_space, Box):
+            raise UsageError(f"{self.env_id}: no Box of actions; for Discrete see dqn_clip_cartpole.py")
+        self.episode_length = min(self.episode_length, env.spec.max_episode_steps or self.episode_length)
         self.gamma = self.gamma or 1 - 2 / self.episode_length
         super().check()
 
 
-# ---- Environment
-
-
 class Watched(gymnasium.Wrapper):
-    """Its info tells of the episode so far. When that has ended the environment stands still; for Gymnasium it
-    goes on, so that nothing is reset unasked."""
+    """Its info tells of the episode so far. What has ended stands still, and is not reset unasked."""
 
     def reset(self, **how) -> tuple:
-        self.over = False
-        self.told = {"length": 0, "terminated": False, "env_return": 0.0, "success_rate": math.nan}
+        self.told = {"over": False, "terminated": False, "env_return": 0.0, "success_rate": math.nan}
         return self.env.reset(**how)
 
     def step(self, action: np.ndarray) -> tuple:
-        if not self.over:
+        if not self.told["over"]:
             self.obs, reward, terminated, truncated, info = self.env.step(action)
-            self.over = terminated or truncated
-            self.told["length"] += 1
-            self.told["terminated"] = bool(terminated)
-            self.told["env_return"] += float(reward)
             success = info.get("success", info.get("is_success", math.nan))
             self.told["success_rate"] = np.fmax(self.told["success_rate"], float(success))  # once is enough
+            self.told["env_return"] += float(reward)
+            self.told |= {"over": bool(terminated or truncated), "terminated": bool(terminated)}
         return self.obs, 0.0, False, False, self.told
 
 
 def make_envs(args: Args, size: tuple[int, int]) -> gymnasium.vector.VectorEnv:
     """-> environments that observe "state" (O,) and "pixels" (H, W, 3), of the model's size (H, W)."""
-    env = gymnasium.make(args.env_id, **json.loads(args.env_kwargs))
-    if not isinstance(env.action_space, Box):
-        raise UsageError(f"{args.env_id} has other actions than Box; for Discrete see dqn_clip_cartpole.py")
     fit = ImageOps.pad if args.pad else Image.Image.resize  # bicubic
 
-    def shrink(obs: dict) -> dict:
-        return obs | {"pixels": np.asarray(fit(Image.fromarray(obs["pixels"]), size[::-1]))}
+    def looked_at(env: gymnasium.Env) -> gymnasium.Env:  # in its own process: OpenGL does not survive a fork
+        def look(state: np.ndarray) -> dict:
+            frame = env.render()
+            if frame is None:
+                raise TypeError(f"{args.env_id} renders nothing")
+            return {"state": state, "pixels": np.asarray(fit(Image.fromarray(frame), size[::-1]))}
 
-    pixels = Box(0, 255, (*size, 3), np.uint8)
-    space = Dict({"state": flatten_space(env.observation_space), "pixels": pixels})
-    wrappers = [FlattenObservation, lambda env: AddRenderObservation(env, render_only=False)]
-    wrappers += [lambda env: TransformObservation(env, shrink, space)]
-    wrappers += [lambda env: RescaleAction(env, np.float32(-1), np.float32(1)), Watched]
+        space = Dict({"state": env.observation_space, "pixels": Box(0, 255, (*size, 3), np.uint8)})
+        return TransformObservation(env, look, space)
+
+    wrappers = [FlattenObservation, lambda env: RescaleAction(env, np.float32(-1), np.float32(1))]
+    wrappers += [looked_at, Watched]
     how = {"vectorization_mode": args.vectorization, "wrappers": wrappers, "render_mode": "rgb_array"}
     how["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     return gymnasium.make_vec(args.env_id, args.num_envs, **how, **json.loads(args.env_kwargs))
@@ -129,19 +126,16 @@ class Worker:  # on one device; the `Labeller` has one for each core or GPU
         return self.reward_model(frames)[:, None].cpu()
 
 
-# ---- Replay and loop
-
-
 def stacked(rounds: list, args: Args) -> tuple:
     """Rounds -> all, their rewards standardized, and the steps before the episodes' ends (K, 3): i, t, n."""
-    states, actions, ends, terminated, rewards = map(torch.stack, zip(*rounds))
-    before = torch.arange(rewards.shape[1], device=rewards.device)[:, None] < ends[:, None]
-    kept = rewards[before].double()
+    states, actions, going, terminated, rewards = map(torch.stack, zip(*rounds))
+    ends = going.sum(1)
+    kept = rewards[going].double()
     rewards = ((rewards - kept.mean()) / (kept.std(correction=0) + 1e-8)).float()
     if not args.plain_terminal:  # R(s) / (1 - γ) for the step to a terminal state
         i, n = terminated.nonzero().T
         rewards[i, ends[i, n] - 1, n] /= 1 - args.gamma
-    return states, actions, ends, terminated, rewards, before.nonzero()
+    return states, actions, ends, terminated, rewards, going.nonzero()
 
 
 def sample(buffer: tuple, args: Args) -> tuple:
@@ -158,13 +152,14 @@ def sample(buffer: tuple, args: Args) -> tuple:
 
 
 @torch.no_grad()
-def rollout(policy, noise_scale: float, envs, labeller: Labeller, seed: int, args: Args, film=None) -> tuple:
-    """An episode of a policy, or at random -> a round: states (T + 1, N, O), actions (T, N, A), after how
-    many steps each ended and if in a terminal state (N,); and means of what the environments tell."""
+def rollout(policy, noise_scale: float, envs, labeller: Labeller, key: tuple, args: Args, film=None) -> tuple:
+    """An episode of a policy, or at random -> a round: states (T + 1, N, O), actions (T, N, A), which steps
+    are before the end (T, N), if that is a terminal state (N,); and means of what the environments tell."""
+    seed = np.random.SeedSequence(key).generate_state(1).item()
     rng = torch.Generator().manual_seed(seed)
     obs, _ = envs.reset(seed=seed)
     states = [torch.from_numpy(obs["state"]).float()]
-    actions = []
+    actions, going = [], [np.ones(args.num_envs, bool)]
     noise = torch.randn(envs.action_space.shape, generator=rng)
     for _ in range(args.episode_length):
         fresh = torch.randn(noise.shape, generator=rng)
@@ -174,7 +169,8 @@ def rollout(policy, noise_scale: float, envs, labeller: Labeller, seed: int, arg
         else:
             action = torch.erf(noise / math.sqrt(2))  # the normal's distribution: uniform in [-1, 1]
         obs, *_, told = envs.step(action.numpy())
-        labeller.add(torch.from_numpy(obs["pixels"]).permute(0, 3, 1, 2))
+        labeller.add(torch.from_numpy(obs["pixels"][going[-1]]).permute(0, 3, 1, 2))
+        going.append(~told["over"])
         actions.append(action)
         states.append(torch.from_numpy(obs["state"]).float())
         if film is not None:
@@ -183,40 +179,50 @@ def rollout(policy, noise_scale: float, envs, labeller: Labeller, seed: int, arg
         raise UsageError(f"{args.env_id} observed what is not finite, or the learning rate is too high")
     means = {name: float(told[name].mean()) for name in ("success_rate", "env_return", "terminated")}
     means = {name: mean for name, mean in means.items() if not math.isnan(mean)}
-    ends = [torch.from_numpy(told[name]) for name in ("length", "terminated")]
+    ends = torch.from_numpy(np.stack(going[:-1])), torch.from_numpy(told["terminated"])
     return (torch.stack(states), torch.stack(actions), *ends), means
+
+
+def rewards_of(going: torch.Tensor, labeller: Labeller, args: Args) -> torch.Tensor:
+    """-> a round's rewards (T, N). An environment that stands still has its last, or 0 with plain terminals."""
+    rewards = torch.zeros(going.shape)
+    rewards[going] = labeller.result()[:, 0]
+    return rewards if args.plain_terminal else rewards.gather(0, going.cumsum(0) - 1)
 
 
 def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
     """As in sac_clip_humanoid.py: a round is played and rewarded while those before are learned from."""
     optimizers = sac.optimizers(args.learning_rate)
     a_round = args.num_envs * args.episode_length  # steps
-    rounds = []
+    rounds, global_step, best_return = [], 0, -math.inf
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
-    kept = {"step": 0, "best_return": -math.inf}
     if args.resume:
         kept = load(f"{args.run_dir}/checkpoint.pt", Args, **parts)
-        files = [f"{args.run_dir}/rounds/{k}.pt" for k in range(kept["step"] // a_round)]
+        global_step, best_return = kept["step"], kept["best_return"]
+        files = [f"{args.run_dir}/rounds/{k}.pt" for k in range(global_step // a_round)]
         rounds = [torch.load(file, map_location=labeller.device)["round"] for file in files]
-    global_step, best_return = kept["step"], kept["best_return"]
+        if rounds:  # is the random one still rewarded alike?
+            states, _, going, _, rewards = torch.load(files[0])["round"]
+            (again, *_), _ = rollout(None, 1.0, envs, labeller, (args.seed, 0), args)
+            off = (labeller.result()[:, 0] - rewards[going]).abs().mean()
+            if off > 0.1 * rewards.std() + 1e-6 and again.allclose(states, atol=1e-4):
+                raise UsageError("this run began with another reward: model or rendering changed")
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=bool(args.resume))
 
     def checkpoint(name: str) -> None:
-        content = {name: part.state_dict() for name, part in parts.items()}
-        content |= {"script": Path(__file__).stem, "settings": asdict(args)}
-        save(f"{args.run_dir}/{name}", step=global_step, best_return=best_return, **content)
+        content = {"script": Path(__file__).stem, "settings": asdict(args), "step": global_step}
+        content |= {name: part.state_dict() for name, part in parts.items()}
+        save(f"{args.run_dir}/{name}", best_return=best_return, **content)
 
     checkpoint("checkpoint.pt")
     writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
     for k in trange(len(rounds), math.ceil(args.total_timesteps / a_round), unit="round", disable=None):
-        play_seed, learn_seed = np.random.SeedSequence((args.seed, k)).generate_state(2).tolist()
-
         # ---- Act, in a thread, with the policy as it is now.
         policy = deepcopy(sac.policy).cpu() if global_step >= args.learning_starts else None
-        playing = labeller.pool.submit(rollout, policy, 1.0, envs, labeller, play_seed, args)
+        playing = labeller.pool.submit(rollout, policy, 1.0, envs, labeller, (args.seed, k), args)
 
         # ---- Learn, at the same time.
-        torch.manual_seed(learn_seed)
+        torch.manual_seed(1_000_000 * args.seed + k)
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
         losses = {}  # of the last updates
@@ -227,13 +233,15 @@ def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
 
         # ---- Label what is left, and report.
         played, means = playing.result()
-        rewards = labeller.result().view(args.episode_length, args.num_envs)
+        if not all(value.isfinite() for value in losses.values()):
+            raise UsageError("losses are not finite: --resume with a lower --learning-rate")
+        rewards = rewards_of(played[2], labeller, args)
         rounds.append([part.to(labeller.device) for part in (*played, rewards)])
-        sac.obs_norm.update(rounds[-1][0].flatten(0, 1))
+        sac.obs_norm.update(rounds[-1][0][:-1][rounds[-1][2]])
         save(f"{args.run_dir}/rounds/{k}.pt", round=(*played, rewards))
         global_step += a_round
+        means["clip_return"] = rewards.sum(0).mean().item()
         scalars = {f"charts/{name}": mean for name, mean in means.items()}
-        scalars["charts/clip_return"] = rewards.sum(0).mean().item()
         scalars |= {f"losses/{name}": value.item() for name, value in losses.items()}
         if global_step % args.evaluate_every < a_round or global_step >= args.total_timesteps:
             means = evaluate(sac.policy, args.num_envs, CHOOSE, envs, labeller, args)
@@ -247,29 +255,16 @@ def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
         writer.flush()
         checkpoint("checkpoint.pt")
 
-    load(f"{args.run_dir}/best.pt", Args, policy=sac.policy)
-    write_result(f"{args.run_dir}/result", sac.policy, envs, labeller, args)
-
 
 def evaluate(policy, episodes: int, purpose: int, envs, labeller: Labeller, args: Args, film=None) -> dict:
     """Whole rounds without exploration, until there are so many episodes -> their means."""
     found = []
     for k in range(math.ceil(episodes / args.num_envs)):
-        seed = np.random.SeedSequence((args.seed, purpose, k)).generate_state(1).item()
-        _, means = rollout(deepcopy(policy).cpu(), 0.0, envs, labeller, seed, args, film)
+        key = args.seed, purpose, k
+        played, means = rollout(deepcopy(policy).cpu(), 0.0, envs, labeller, key, args, film)
         film = None  # it has the first round
-        found.append(means | {"clip_return": labeller.result().sum().item() / args.num_envs})
+        found.append(means | {"clip_return": rewards_of(played[2], labeller, args).sum(0).mean().item()})
     return {name: float(np.mean([means[name] for means in found])) for name in found[0]}
-
-
-def write_result(path: str, policy, envs, labeller: Labeller, args: Args) -> None:
-    """Evaluate; write path.json, and path.mp4 with the first environment's first episode."""
-    film = []
-    means = evaluate(policy, args.episodes, REPORT, envs, labeller, args, film)
-    print(f"{args.episodes} episodes or a few more: {in_words(means)}; {path}.json, .mp4")
-    Path(f"{path}.json").write_text(json.dumps(means | {"settings": asdict(args)}, indent=2))
-    height, width = (size // 2 * 2 for size in film[0].shape[:2])  # H.264 takes even ones
-    iio.imwrite(f"{path}.mp4", np.stack(film)[:, :height, :width], plugin="pyav", fps=30, codec="libx264")
 
 
 def main() -> None:
@@ -279,12 +274,17 @@ def main() -> None:
     torch.manual_seed(args.seed)
     sizes = envs.single_observation_space["state"].shape[0], envs.single_action_space.shape[0]
     sac = SAC(*sizes, args).to(labeller.device)
-    if args.evaluate:
-        load(args.evaluate, Args, policy=sac.policy)
-        write_result(f"{args.evaluate.removesuffix('.pt')}_evaluation", sac.policy, envs, labeller, args)
-        return
-    print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
-    train(args, labeller, envs, sac)
+    if not args.evaluate:
+        print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
+        train(args, labeller, envs, sac)
+    load(args.evaluate or f"{args.run_dir}/best.pt", Args, policy=sac.policy)
+    path = f"{args.evaluate.removesuffix('.pt')}_evaluation" if args.evaluate else f"{args.run_dir}/result"
+    film = []  # of the first environment's first episode
+    means = evaluate(sac.policy, args.episodes, REPORT, envs, labeller, args, film)
+    print(f"{args.episodes} episodes or a few more: {in_words(means)}; {path}.json, .mp4")
+    Path(f"{path}.json").write_text(json.dumps(means | {"settings": asdict(args)}, indent=2))
+    height, width = (size // 2 * 2 for size in film[0].shape[:2])  # H.264 takes even ones
+    iio.imwrite(f"{path}.mp4", np.stack(film)[:, :height, :width], plugin="pyav", fps=30, codec="libx264")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+from ctypes.util import find_library
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from PIL import Image, ImageOps
 
 from clip_reward import UsageError
+from code_reward.program import ProgramReward
 from examples import sac_clip_gymnasium as script
 
 PROGRAM = """
@@ -87,7 +91,7 @@ def a_round(length: int, terminated: bool) -> list[torch.Tensor]:
     parts = (
         times.view(7, 1, 1),
         10 * times[:6].view(6, 1, 1),
-        torch.tensor([length]),
+        times[:6].view(6, 1) < length,
         torch.tensor([terminated]),
     )
     return [*parts, rewards[:, None]]
@@ -121,6 +125,14 @@ def test_a_terminal_state_earns_its_reward_for_ever_and_no_window_crosses_an_end
         assert value == pytest.approx(r[2].item() / (1 - 0.5), abs=1e-3)
 
 
+@pytest.mark.parametrize("plain, last", [(False, 2), (True, 0)])
+def test_what_has_ended_is_labelled_no_more(plain, last):
+    labels = SimpleNamespace(result=lambda: torch.arange(1.0, 5)[:, None])
+    going = torch.tensor([[True, True], [True, False], [True, False]])
+    rewards = script.rewards_of(going, labels, script.Args(plain_terminal=plain))
+    assert rewards.tolist() == [[1, 2], [3, last], [4, last]]
+
+
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("vectorization", ["async", "sync"])
 def test_frames_are_the_environments_own_and_an_episode_that_has_ended_stands_still(pad, vectorization):
@@ -140,12 +152,32 @@ def test_frames_are_the_environments_own_and_an_episode_that_has_ended_stands_st
             env.step([2.0])
             steps += 1
             earned += env.x
-        assert told["length"][1] == steps and told["terminated"].tolist() == [False, env.x > 0.9]
+        assert told["over"][1] == told["terminated"][1] == (env.x > 0.9) and not told["terminated"][0]
         assert told["env_return"][1] == pytest.approx(earned) and told["success_rate"][1] == (env.x > 0.5)
-    assert done and told["length"][0] == 30  # the first one's time is over
+    assert done and steps < 30 and told["over"][0]  # the first one's time is over
     obs, _ = envs.reset(seed=5)
     assert obs["state"][1] < 0  # it begins anew
     envs.close()
+
+
+@pytest.mark.skipif(find_library("EGL") is None, reason="there is no EGL library")
+def test_opengl_renders_in_processes_of_its_own():
+    envs = script.make_envs(script.Args(env_id="InvertedPendulum-v5", num_envs=2), (32, 32))
+    envs.reset_async(seed=1)
+    obs, _ = envs.reset_wait(timeout=120)
+    assert obs["pixels"].std() > 10
+    envs.close()
+
+
+def test_the_pendulums_program_pays_more_the_higher_it_is():
+    reward = ProgramReward("code_reward/programs/pendulum.py", UsageError)
+    env = gymnasium.make("Pendulum-v1", render_mode="rgb_array")
+    env.reset(seed=1)
+    frames = []
+    for degrees in (180, 100, 75, 45, 25, 5, -5, -75):
+        env.unwrapped.state = np.radians(degrees), 0
+        frames.append(np.asarray(Image.fromarray(env.render()).resize(reward.size)))
+    assert reward(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)).tolist() == [0, 1, 2, 3, 4, 5, 5, 2]
 
 
 # ---- Trainings
@@ -178,6 +210,9 @@ def test_a_run_taken_up_again_is_the_unbroken_one(run, tmp_path, monkeypatch):
     assert (tmp_path / "broken/result.mp4").stat().st_size > 500
     run("--evaluate", tmp_path / "broken/best.pt")
     assert (tmp_path / "broken/best_evaluation.json").exists()
+    (tmp_path / "program.py").write_text(PROGRAM.replace("argmax(1)", "argmin(1)"))
+    with pytest.raises(UsageError, match="another reward"):
+        run("--resume", tmp_path / "broken", "--total-timesteps", 960)
 
 
 @pytest.mark.slow
@@ -192,7 +227,7 @@ def test_a_dot_learns_to_go_right_where_its_episode_ends(run, tmp_path, capsys):
     [
         (["--env-id", "Nowhere-v0"], "Nowhere"),
         (["--env-kwargs", '{"what": "discrete"}'], "dqn_clip_cartpole.py"),
-        (["--env-kwargs", '{"what": "none"}'], "numpy array"),
+        (["--env-kwargs", '{"what": "none"}'], "renders nothing"),
         (["--env-kwargs", '{"what": "nan"}'], "not finite"),
     ],
 )
@@ -211,6 +246,22 @@ def test_after_an_environment_has_died_the_run_goes_on_to_the_same_end(run, tmp_
     run("--resume", tmp_path / "run")
     one, other = weights(tmp_path / "unbroken"), weights(tmp_path / "run")
     assert 1 < rounds < 6 and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_losses_that_are_not_finite_end_the_run_before_they_are_saved(run, tmp_path):
+    with pytest.raises(UsageError, match="--resume with a lower"):
+        run(*SHORT, "--learning-rate", 1e30, "--run-dir", tmp_path / "run")
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+
+
+@pytest.mark.parametrize("how", ["--resume", "--evaluate"])
+def test_a_strangers_checkpoint_runs_no_module(how, call, tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = asdict(script.Args(env_id="stranger:X-v0", prompt=("a dot",)))
+    torch.save({"settings": settings}, tmp_path / "checkpoint.pt")
+    with pytest.raises(UsageError, match="stranger:X-v0 runs that module's code: name it again"):
+        call(script, how, tmp_path if how == "--resume" else tmp_path / "checkpoint.pt")
 
 
 if sys.version_info >= (3, 12):  # forking a process with threads is warned of

@@ -5,9 +5,9 @@ import numpy as np
 SIZE = 50, 50  # of the frames, 10 of Gymnasium's pixels each
 
 
-def height(frames):
+def height(pixels):
     """The cosine of the rod's angle: how far above the pivot is its red, on average?"""
-    pixels = frames.astype(np.float32)
+    pixels = pixels.astype(np.float32)
     red = (pixels[..., 0] - pixels[..., 1] > 60).sum(2)
     row = (red * np.arange(50)).sum(1) / np.maximum(red.sum(1), 1)
     return (24.5 - row) / 5.65
