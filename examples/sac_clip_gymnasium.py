@@ -4,7 +4,6 @@
 
 Each environment's process renders its frames and shrinks them; they are rewarded while the round goes on, and
 dropped. Its own return and success are logged, never learned from. Networks and update are the robot's.
-
 Who is paid for every frame avoids what ends an episode, even the goal, if nothing is earned afterwards. So a
 terminal state counts as absorbing: it earns its R(s) for ever, R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ).
 An episode that is cut short, by a limit or the round's end, has its last state's value bootstrapped. A round
@@ -101,21 +100,23 @@ def make_envs(args: Args, size: tuple[int, int]) -> gymnasium.vector.VectorEnv:
     """-> environments that observe "state" (O,) and "pixels" (H, W, 3), of the model's size (H, W)."""
     fit = ImageOps.pad if args.pad else Image.Image.resize  # bicubic
 
-    def looked_at(env: gymnasium.Env) -> gymnasium.Env:  # in its own process: OpenGL does not survive a fork
-        def look(state: np.ndarray) -> dict:
-            frame = env.render()
-            if frame is None:
-                raise TypeError(f"{args.env_id} renders nothing")
-            return {"state": state, "pixels": np.asarray(fit(Image.fromarray(frame), size[::-1]))}
+    def look(env: gymnasium.Env) -> np.ndarray:  # first in the environment's process: OpenGL survives no fork
+        return np.asarray(fit(Image.fromarray(env.render()).convert("RGB"), size[::-1]))
 
+    def wrap(env: gymnasium.Env) -> gymnasium.Env:
+        env = RescaleAction(FlattenObservation(env), np.float32(-1), np.float32(1))
         space = Dict({"state": env.observation_space, "pixels": Box(0, 255, (*size, 3), np.uint8)})
-        return TransformObservation(env, look, space)
+        return Watched(TransformObservation(env, lambda state: {"state": state, "pixels": look(env)}, space))
 
-    wrappers = [FlattenObservation, lambda env: RescaleAction(env, np.float32(-1), np.float32(1))]
-    wrappers += [looked_at, Watched]
-    how = {"vectorization_mode": args.vectorization, "wrappers": wrappers, "render_mode": "rgb_array"}
-    how["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
-    return gymnasium.make_vec(args.env_id, args.num_envs, **how, **json.loads(args.env_kwargs))
+    how = json.loads(args.env_kwargs) | {"render_mode": "rgb_array", "wrappers": [wrap]}
+    how |= {"vector_kwargs": {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}}
+    gymnasium.logger.min_level = 50  # none: of an environment's error one line is enough
+    try:
+        envs = gymnasium.make_vec(args.env_id, args.num_envs, args.vectorization, **how)
+        envs.reset(seed=args.seed)
+        return envs
+    except Exception as error:  # whatever it may raise
+        raise UsageError(f"{args.env_id} gives no frames (MUJOCO_GL=egl needs libegl1): {error!r}") from error
 
 
 class Worker:  # on one device; the `Labeller` has one for each core or GPU
@@ -155,7 +156,7 @@ def sample(buffer: tuple, args: Args) -> tuple:
 def rollout(policy, noise_scale: float, envs, labeller: Labeller, key: tuple, args: Args, film=None) -> tuple:
     """An episode of a policy, or at random -> a round: states (T + 1, N, O), actions (T, N, A), which steps
     are before the end (T, N), if that is a terminal state (N,); and means of what the environments tell."""
-    seed = np.random.SeedSequence(key).generate_state(1).item()
+    seed = np.random.SeedSequence((args.seed, *key)).generate_state(1).item()
     rng = torch.Generator().manual_seed(seed)
     obs, _ = envs.reset(seed=seed)
     states = [torch.from_numpy(obs["state"]).float()]
@@ -202,10 +203,9 @@ def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
         files = [f"{args.run_dir}/rounds/{k}.pt" for k in range(global_step // a_round)]
         rounds = [torch.load(file, map_location=labeller.device)["round"] for file in files]
         if rounds:  # is the random one still rewarded alike?
-            states, _, going, _, rewards = torch.load(files[0])["round"]
-            (again, *_), _ = rollout(None, 1.0, envs, labeller, (args.seed, 0), args)
-            off = (labeller.result()[:, 0] - rewards[going]).abs().mean()
-            if off > 0.1 * rewards.std() + 1e-6 and again.allclose(states, atol=1e-4):
+            (again, _, going, _), _ = rollout(None, 1.0, envs, labeller, (0,), args)
+            off = (rewards_of(going, labeller, args) - rounds[0][-1].cpu()).abs().mean()
+            if off > 0.1 * rounds[0][-1].std() + 1e-6 and again.allclose(rounds[0][0].cpu(), atol=1e-4):
                 raise UsageError("this run began with another reward: model or rendering changed")
     os.makedirs(f"{args.run_dir}/rounds", exist_ok=bool(args.resume))
 
@@ -219,7 +219,7 @@ def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
     for k in trange(len(rounds), math.ceil(args.total_timesteps / a_round), unit="round", disable=None):
         # ---- Act, in a thread, with the policy as it is now.
         policy = deepcopy(sac.policy).cpu() if global_step >= args.learning_starts else None
-        playing = labeller.pool.submit(rollout, policy, 1.0, envs, labeller, (args.seed, k), args)
+        playing = labeller.pool.submit(rollout, policy, 1.0, envs, labeller, (k,), args)
 
         # ---- Learn, at the same time.
         torch.manual_seed(1_000_000 * args.seed + k)
@@ -240,9 +240,9 @@ def train(args: Args, labeller: Labeller, envs, sac: SAC) -> None:
         sac.obs_norm.update(rounds[-1][0][:-1][rounds[-1][2]])
         save(f"{args.run_dir}/rounds/{k}.pt", round=(*played, rewards))
         global_step += a_round
-        means["clip_return"] = rewards.sum(0).mean().item()
         scalars = {f"charts/{name}": mean for name, mean in means.items()}
         scalars |= {f"losses/{name}": value.item() for name, value in losses.items()}
+        scalars["charts/clip_return"] = rewards.sum(0).mean().item()
         if global_step % args.evaluate_every < a_round or global_step >= args.total_timesteps:
             means = evaluate(sac.policy, args.num_envs, CHOOSE, envs, labeller, args)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: {in_words(means)}")
@@ -260,8 +260,7 @@ def evaluate(policy, episodes: int, purpose: int, envs, labeller: Labeller, args
     """Whole rounds without exploration, until there are so many episodes -> their means."""
     found = []
     for k in range(math.ceil(episodes / args.num_envs)):
-        key = args.seed, purpose, k
-        played, means = rollout(deepcopy(policy).cpu(), 0.0, envs, labeller, key, args, film)
+        played, means = rollout(deepcopy(policy).cpu(), 0.0, envs, labeller, (purpose, k), args, film)
         film = None  # it has the first round
         found.append(means | {"clip_return": rewards_of(played[2], labeller, args).sum(0).mean().item()})
     return {name: float(np.mean([means[name] for means in found])) for name in found[0]}
@@ -285,6 +284,7 @@ def main() -> None:
     Path(f"{path}.json").write_text(json.dumps(means | {"settings": asdict(args)}, indent=2))
     height, width = (size // 2 * 2 for size in film[0].shape[:2])  # H.264 takes even ones
     iio.imwrite(f"{path}.mp4", np.stack(film)[:, :height, :width], plugin="pyav", fps=30, codec="libx264")
+    envs.close()
 
 
 if __name__ == "__main__":
