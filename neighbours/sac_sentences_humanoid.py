@@ -5,8 +5,8 @@
 
 Agents with many goals, rewarded by a vision-language model, after Baumli et al. (2023, arXiv 2312.09187). Actor
 and critics see, behind the observation, the embedding of the sentence that is to be obeyed. A frame's embedding
-gives its reward by every sentence, so each frame teaches all of them: a share of a batch is learned from as if
-another sentence had been pursued. Environment, networks and update are those of sac_clip_humanoid.py.
+gives its reward by every sentence, so each frame teaches all: a share of a batch is learned from as if another
+had been pursued, in single steps. Environment, networks and update are those of sac_clip_humanoid.py.
 """
 
 import json
@@ -28,7 +28,7 @@ from tqdm import tqdm, trange
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sac_clip_humanoid as humanoid
 from clip_reward import Labeller, UsageError
-from sac_clip_humanoid import POSE_SIZE, TASKS, Humanoids, load, save
+from sac_clip_humanoid import CHOOSE, POSE_SIZE, REPORT, TASKS, Humanoids, load, sac_update, save
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Args(humanoid.Args):
     """Teach a humanoid to do what each of several sentences says."""
 
     prompt: tuple[str, ...] = tuple(prompt for prompt, _ in TASKS.values())[:5]  # the goals, each by itself
-    reward: str = "sentences"  # by each of them
+    reward: str = "sentences"  # the cosine with each of them
     contrastive: bool = False  # a sentence's probability among all, with --threshold (Baumli et al.)
     relabel: float = 0.5  # share of a batch that is learned from with any sentence, not the one pursued
     change: float = 0.25  # share of the episodes in which another sentence is given half-way
@@ -44,6 +44,11 @@ class Args(humanoid.Args):
     num_envs: int = 20  # side by side
     gradient_steps: int = 250  # updates a round
     evaluate_every: int = 40_000  # steps between evaluations, which choose the best policy
+
+    def check(self) -> None:
+        if self.goal_baseline_alpha or self.negative_prompt or self.head or self.clip_model.endswith(".py"):
+            raise UsageError("here are no α, negative prompts (but --contrastive), head or reward program")
+        super().check()
 
 
 class Worker(humanoid.Worker):
@@ -59,7 +64,7 @@ class Worker(humanoid.Worker):
         """Poses (N, 24) -> rewards by the K sentences and whether each of the 8 conditions holds (N, K + 8)."""
         frames, points = self.scene.render(poses)
         rewards = self.reward_model.embed(frames) @ self.goals.T  # (N, K)
-        if self.args.contrastive:
+        if self.args.contrastive and len(self.goals) > 1:
             rewards = (rewards / self.reward_model.temperature).softmax(dim=1)
         if self.args.threshold is not None:
             rewards = (rewards > self.args.threshold).float()
@@ -79,69 +84,57 @@ def plan(k: int, sentences: int, args: Args) -> torch.Tensor:
 
 def told(policy: nn.Module, goals: torch.Tensor, pursued: torch.Tensor):
     """-> the policy of N observations, which is told at step t the sentences pursued[t] (T, N)."""
+    obs_norm, actor = deepcopy(policy).cpu()
     sentences = iter(goals.cpu()[pursued])  # T times (N, D)
-    return lambda obs: policy(torch.cat([obs, next(sentences)], dim=1))
-
-
-class Normalize(humanoid.Normalize):
-    """Scales the observation, and the unit embedding behind it to entries of about ±½."""
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        obs, sentence = values.tensor_split([len(self.mean)], dim=1)
-        return torch.cat([super().forward(obs), 0.5 * math.sqrt(sentence.shape[1]) * sentence], dim=1)
-
-
-def make_sac(obs_size: int, goals: torch.Tensor, args: Args) -> humanoid.SAC:
-    sac = humanoid.SAC(obs_size + goals.shape[1], humanoid.ACTION_SIZE, args)
-    sac.obs_norm = Normalize(obs_size)
-    sac.policy = nn.Sequential(sac.obs_norm, sac.mean_actor)
-    return sac.to(goals.device)
+    return lambda obs: actor(torch.cat([obs_norm(obs), next(sentences)], dim=1))
 
 
 class ReplayBuffer(humanoid.ReplayBuffer):
     """The robot's, with a reward of each frame by every sentence, each sentence's standardized by itself."""
 
-    def __init__(self, state_size: int, goals: torch.Tensor, args: Args):
-        super().__init__(state_size, args, goals.device)
-        self.args = args
+    def __init__(self, obs_norm: nn.Module, goals: torch.Tensor, args: Args):
+        super().__init__(len(obs_norm.mean) + 2, args, goals.device)
+        self.obs_norm = obs_norm
         self.goals = goals
+        self.least = 1e-8 if args.threshold is None else 0.1  # deviation, or the first frame above β is all
         self.rewards = torch.zeros(*self.rewards.shape, len(goals), device=goals.device)
         self.actions = torch.cat([self.actions, self.actions[..., :1]], dim=3)  # last, which was pursued
 
     def add(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Take in a round: states (T + 1, N, S), actions (T, N, 17), rewards (T, N, K)."""
-        pursued = plan(self.rounds, len(self.goals), self.args)
-        super().add(states, torch.cat([actions, pursued[..., None]], dim=2), rewards)
+        """Take in a round: states (T + 1, N, S), actions and what was pursued (T, N, 18), rewards (T, N, K)."""
+        super().add(states, actions, rewards)
         kept = self.rewards[: self.rounds].flatten(0, 2).double()
         self.mean = kept.mean(0).float()
-        self.std = kept.std(0, correction=0).float() + 1e-8
+        self.std = kept.std(0, correction=0).float().clamp(min=self.least)
 
     def sample(self, args: Args) -> tuple:
         """As the robot's, for the sentence that was pursued or, for the share `relabel`, for any."""
-        *seen, actions, returns, discount = super().sample(args)  # returns by all sentences (B, K)
-        pursued = actions[:, -1].long()
-        other = torch.rand(len(pursued), device=pursued.device) < args.relabel
-        goal = torch.where(other, torch.randint_like(pursued, len(self.goals)), pursued)
-        obs, next_obs = (torch.cat([one, self.goals[goal]], dim=1) for one in seen)
+        others = round(args.relabel * args.batch_size)
+        own = super().sample(replace(args, batch_size=args.batch_size - others))
+        other = super().sample(replace(args, batch_size=others, n_step=1))
+        *seen, actions, returns = (torch.cat(parts) for parts in zip(own[:4], other[:4]))
+        goal = torch.cat([own[2][:, -1], torch.randint_like(other[2][:, -1], len(self.goals))]).long()
+        obs, next_obs = (torch.cat([self.obs_norm(one), self.goals[goal]], dim=1) for one in seen)
+        discount = torch.cat([torch.full_like(part[2][:, 0], part[4]) for part in (own, other)])
         return obs, next_obs, actions[:, :-1], returns.gather(1, goal[:, None]).squeeze(1), discount
 
 
-def train(args: Args, labeller: Labeller, goals: torch.Tensor) -> None:
+def train(args: Args, labeller: Labeller, goals: torch.Tensor, sac: humanoid.SAC) -> None:
     """As in sac_clip_humanoid.py: a round is played and rewarded while those before are learned from."""
     envs = Humanoids(args.num_envs)
-    state_size = envs.single_observation_space.shape[0]
-    torch.manual_seed(args.seed)
-    sac = make_sac(state_size - 2, goals, args)
     optimizers = sac.optimizers(args.learning_rate)
-    rb = ReplayBuffer(state_size, goals, args)
+    rb = ReplayBuffer(sac.policy[0], goals, args)
     a_round = args.num_envs * args.episode_length  # steps
     parts = {"policy": sac.policy, "sac": sac, **optimizers}  # of a checkpoint
     global_step, best = humanoid.open_run(args, labeller, rb, parts)
+    if rb.rounds:
+        poses = rb.states[0, 1::25, :, :POSE_SIZE].flatten(0, 1)
+        labeller.check(poses.cpu(), rb.rewards[0, ::25, :, 0].flatten().cpu())
 
     def checkpoint(name: str) -> None:
-        content = {name: part.state_dict() for name, part in parts.items()}
-        content |= {"script": Path(__file__).stem, "settings": asdict(args)}
-        save(f"{args.run_dir}/{name}", step=global_step, best_return=best, **content)
+        content = {"script": Path(__file__).stem, "settings": asdict(args), "best_return": best}
+        content |= {name: part.state_dict() for name, part in parts.items()}
+        save(f"{args.run_dir}/{name}", step=global_step, goals=goals, **content)
 
     checkpoint("checkpoint.pt")
     writer = SummaryWriter(args.run_dir, purge_step=global_step + 1)
@@ -149,58 +142,61 @@ def train(args: Args, labeller: Labeller, goals: torch.Tensor) -> None:
         play_seed, learn_seed = np.random.SeedSequence((args.seed, k)).generate_state(2).tolist()
 
         # ---- Act, in a thread, each robot by its own sentence.
+        pursued = plan(k, len(goals), args)
         ready = global_step >= args.learning_starts
-        policy = told(deepcopy(sac.policy).cpu(), goals, plan(k, len(goals), args)) if ready else None
+        policy = told(sac.policy, goals, pursued) if ready else None
         playing = labeller.pool.submit(humanoid.rollout, policy, 1.0, envs, labeller, play_seed, args)
 
         # ---- Learn, at the same time.
         torch.manual_seed(learn_seed)
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
+        losses = {}  # of the last updates
         if rb.rounds and ready:
             for i in range(args.gradient_steps):
-                humanoid.sac_update(sac, optimizers, rb.sample(args), i % args.policy_frequency == 0, args)
+                losses |= sac_update(sac, optimizers, rb.sample(args), i % args.policy_frequency == 0, args)
 
         # ---- Label what is left, and report.
         states, actions = playing.result()
+        actions = torch.cat([actions, pursued[..., None]], dim=2)
+        if not all(loss.isfinite() for loss in losses.values()):
+            raise UsageError("losses are not finite: --resume with a lower --learning-rate")
         rewards = labeller.result()[:, : len(goals)].reshape(args.episode_length, args.num_envs, -1)
         rb.add(states, actions, rewards)
-        sac.obs_norm.update(states[..., 2:].flatten(0, 1).to(labeller.device))
+        rb.obs_norm.update(states[..., 2:].flatten(0, 1).to(labeller.device))
         save(f"{args.run_dir}/rounds/{k}.pt", round=(states, actions, rewards))
         global_step += a_round
+        for name, loss in losses.items():
+            writer.add_scalar(f"losses/{name}", loss.item(), global_step)
         if global_step % args.evaluate_every < a_round or global_step >= args.total_timesteps:
-            means, rates = evaluate(sac.policy, args.num_envs, humanoid.CHOOSE, labeller, goals, args)
+            means, rates = evaluate(sac.policy, args.num_envs, CHOOSE, labeller, goals, args)
             tqdm.write(f"step {global_step:,} of {args.total_timesteps:,}: success rates {rates}")
             for name, of_one in means.items():
                 writer.add_scalar(f"success_rate/{name}", rates[name], global_step)
                 writer.add_scalar(f"clip_return/{name}", of_one["clip_return"], global_step)
-            writer.flush()
             earned = torch.tensor([of_one["clip_return"] for of_one in means.values()])
             if ((earned - best) / rb.std.cpu()).mean() >= 0:
                 best = earned
                 checkpoint("best.pt")
+        writer.flush()
         checkpoint("checkpoint.pt")
-
-    load(f"{args.run_dir}/best.pt", Args, policy=sac.policy)
-    write_result(f"{args.run_dir}/result", sac.policy, labeller, goals, args)
-
-
-# ==== Nothing below belongs to the method: evaluation, film, and the command line.
 
 
 def play(policy: nn.Module, purpose: int, pursued: torch.Tensor, labeller: Labeller, goals, args) -> tuple:
     """Obey pursued (T, N) without exploration -> states (T, N, S), labels (T, N, K + 8)."""
-    steps, episodes = pursued.shape
-    seed = np.random.SeedSequence((args.seed, purpose, episodes)).generate_state(1).item()
-    how = (Humanoids(episodes), labeller, seed, replace(args, episode_length=steps))
-    states, _ = humanoid.rollout(told(deepcopy(policy).cpu(), goals, pursued), 0.0, *how)
-    return states[1:], labeller.result().view(steps, episodes, -1)
+    seed = np.random.SeedSequence((args.seed, purpose, pursued.shape[1])).generate_state(1).item()
+    how = (Humanoids(pursued.shape[1]), labeller, seed, replace(args, episode_length=len(pursued)))
+    states, _ = humanoid.rollout(told(policy, goals, pursued), 0.0, *how)
+    return states[1:], labeller.result().view(*pursued.shape, -1)
 
 
-def evaluate(policy: nn.Module, episodes: int, purpose: int, labeller: Labeller, goals, args) -> tuple:
-    """-> of each sentence return and how often each condition was met; and, where known, its own's success."""
-    pursued = torch.arange(len(goals)).repeat_interleave(episodes).expand(args.episode_length, -1)
-    _, labels = play(policy, purpose, pursued, labeller, goals, args)
+def evaluate(policy: nn.Module, episodes: int, purpose: int, labeller, goals, args, change=False) -> tuple:
+    """-> of each sentence return and how often each condition was met; and, where known, its own's success.
+    With a change all of the second half of the episodes, in whose first another was pursued."""
+    pursued = torch.arange(len(goals)).repeat_interleave(episodes).repeat(args.episode_length, 1)
+    half = args.episode_length // 2 if change else 0
+    pursued[:half] = (pursued[:half] + 1) % len(goals)
+    labels = play(policy, purpose, pursued, labeller, goals, args)[1][half:]
     tasks = {prompt: args.task or task for task, (prompt, _) in TASKS.items()}
     means = {}
     for k, (prompt, mine) in enumerate(zip(args.prompt, labels.split(episodes, dim=1))):
@@ -209,21 +205,19 @@ def evaluate(policy: nn.Module, episodes: int, purpose: int, labeller: Labeller,
     return means, {prompt: means[prompt].get(tasks.get(prompt, args.task), math.nan) for prompt in means}
 
 
-def write_result(path: str, policy: nn.Module, labeller: Labeller, goals, args: Args) -> None:
-    """Evaluate; write path.json, and path.mp4, in which one robot is told one sentence after the other."""
-    means, rates = evaluate(policy, args.episodes, humanoid.REPORT, labeller, goals, args)
-    print(f"{args.episodes} episodes each, success rates {rates}; {path}.json, .mp4")
-    found = {"success": rates, "sentences": means, "settings": asdict(args)}
-    Path(f"{path}.json").write_text(json.dumps(found, indent=2))
-    pursued = torch.arange(len(goals)).repeat_interleave(args.episode_length)[:, None]
-    states, _ = play(policy, humanoid.REPORT, pursued, labeller, goals, args)
-    scene = humanoid.Scene(240, 240, args.textures, args.camera, 2, 1, labeller.device)
-    with iio.imopen(f"{path}.mp4", "w", plugin="pyav") as film:
+def write_film(path: str, policy: nn.Module, labeller: Labeller, goals: torch.Tensor, args: Args) -> None:
+    """Robots side by side, each told another sentence, and the next one every 100 steps."""
+    pursued = torch.arange(len(goals))[:, None] + torch.arange(len(goals))
+    pursued = pursued.repeat_interleave(args.episode_length, dim=0) % len(goals)
+    states, _ = play(policy, REPORT, pursued, labeller, goals, args)
+    scene = humanoid.Scene(240, 240, args.textures, args.camera, 2, len(goals), labeller.device)
+    with iio.imopen(path, "w", plugin="pyav") as film:
         film.init_video_stream("libx264", fps=30)
-        for pose, k in zip(tqdm(states[..., :POSE_SIZE], "film", leave=False, disable=None), pursued):
-            image = Image.fromarray(scene.render(pose)[0][0].permute(1, 2, 0).cpu().numpy())
-            image = image.resize((480, 480)).crop((0, 0, 480, 508))  # with a strip below
-            ImageDraw.Draw(image).text((8, 487), args.prompt[k], "white", font_size=13)
+        for poses, now in zip(tqdm(states[..., :POSE_SIZE], "film", leave=False, disable=None), pursued):
+            frames = scene.render(poses)[0].permute(2, 0, 3, 1).flatten(1, 2).cpu().numpy()  # side by side
+            image = Image.fromarray(frames).crop((0, 0, frames.shape[1], 256))  # with a strip below
+            for n, k in enumerate(now):
+                ImageDraw.Draw(image).text((240 * n + 4, 242), args.prompt[k][:44], "white", font_size=10)
             film.write_frame(np.asarray(image))
 
 
@@ -231,13 +225,28 @@ def main() -> None:
     args = humanoid.read_settings(Args)
     labeller = Labeller(Worker, args)
     goals = labeller.reward_model.embed_text(args.prompt)
-    if args.evaluate:
-        policy = make_sac(Humanoids(1).single_observation_space.shape[0] - 2, goals, args).policy
-        load(args.evaluate, Args, policy=policy)
-        write_result(f"{args.evaluate.removesuffix('.pt')}_evaluation", policy, labeller, goals, args)
-        return
-    print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
-    train(args, labeller, goals)
+    goals *= 0.5 * math.sqrt(goals.shape[1])  # entries of about ±½
+    torch.manual_seed(args.seed)
+    obs_size = Humanoids(1).single_observation_space.shape[0] - 2  # without the place
+    sac = humanoid.SAC(obs_size + goals.shape[1], humanoid.ACTION_SIZE, args)
+    sac.obs_norm = nn.Identity()  # the sentence shall stay as it is
+    sac.policy = nn.ModuleList([humanoid.Normalize(obs_size), sac.mean_actor])
+    sac.to(goals.device)
+    if not args.evaluate:
+        print(f"{args.total_timesteps:,} steps; run folder {args.run_dir}")
+        train(args, labeller, goals, sac)
+    kept = load(args.evaluate or f"{args.run_dir}/best.pt", Args, policy=sac.policy)
+    one = labeller.reward_model.embed_text(kept["settings"].prompt[0]).cpu()
+    if nn.functional.cosine_similarity(one[0], kept["goals"][0], dim=0) < 0.999:
+        raise UsageError("this policy has learned another model's embeddings")
+    path = f"{args.evaluate.removesuffix('.pt')}_evaluation" if args.evaluate else f"{args.run_dir}/result"
+    how = (sac.policy, args.episodes, REPORT, labeller, goals, args)
+    means, rates = evaluate(*how)
+    _, changed = evaluate(*how, change=True)
+    print(f"{args.episodes} episodes each, success {rates}, after a change {changed}; {path}.json, .mp4")
+    found = {"success": rates, "changed": changed, "sentences": means, "settings": asdict(args)}
+    Path(f"{path}.json").write_text(json.dumps(found, indent=2))
+    write_film(f"{path}.mp4", sac.policy, labeller, goals, args)
 
 
 if __name__ == "__main__":

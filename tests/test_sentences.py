@@ -48,26 +48,33 @@ def test_a_batch_has_the_sentences_and_their_standardized_rewards(relabel):
     }
     args = settings(relabel=relabel, batch_size=4000, **how)
     goals = torch.eye(3)
-    rb = script.ReplayBuffer(5, goals, args)
+    norm = sac_clip_humanoid.Normalize(3)
+    norm.var.fill_(100.0**2)  # it cuts what is above 10
+    rb = script.ReplayBuffer(norm, goals, args)
     base = torch.arange(6.0)[:, None] + torch.arange(4) / 10
     for i in range(3):
         rewards = (10 * i + base)[..., None] * torch.arange(1, 4)
         states = torch.zeros(7, 4, 5)
         states[..., 2] = torch.cat([10 * i + base, 10 * i + base[-1:] + 1])  # told by what is seen
-        rb.add(states, states[:-1, :, 2:3].expand(6, 4, 17), rewards)
+        actions = states[:-1, :, 2:3].expand(6, 4, 17)
+        rb.add(states, torch.cat([actions, script.plan(i, 3, args)[..., None]], dim=2), rewards)
     obs, next_obs, actions, returns, discount = rb.sample(args)
-    torch.testing.assert_close(next_obs, obs + torch.tensor([2.0] + [0.0] * 5))  # the same sentence
-    assert torch.equal(actions[:, 0], obs[:, 0]) and discount == 0.25
+    n_step = torch.arange(4000) < round(4000 * (1 - relabel))  # others in single steps
+    assert torch.equal(obs[:, 1:], next_obs[:, 1:])  # the same sentence
+    seen = 100 * obs[:, 0]
+    torch.testing.assert_close(100 * next_obs[:, 0], seen + 1 + n_step, rtol=0, atol=1e-3)
+    torch.testing.assert_close(actions[:, 0], seen, rtol=0, atol=1e-3)
+    assert torch.equal(discount, torch.where(n_step, 0.25, 0.5))
     every = torch.stack([10 * i + base for i in range(3)])
-    own = (obs[:, 0] - every.mean()) / every.std(correction=0)  # (k + 1) falls out
+    own = (seen - every.mean()) / every.std(correction=0)  # (k + 1) falls out
     after = own + 1 / every.std(correction=0)
-    torch.testing.assert_close(returns, own + 0.5 * after, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(returns, own + 0.5 * after * n_step, rtol=1e-4, atol=1e-4)
     goal = obs[:, 3:].argmax(1)
     assert torch.equal(obs[:, 3:], goals[goal])
-    i = (obs[:, 0] // 10).long()
-    t = (obs[:, 0] % 10 + 1e-3).long()
-    n = ((obs[:, 0] % 1) * 10).round().long()
-    pursued = torch.stack([script.plan(k, 3, args) for k in range(3)])[i, t, n]
+    code = (10 * seen).round().long()
+    plans = torch.stack([script.plan(k, 3, args) for k in range(3)])
+    pursued = plans[code // 100, code % 100 // 10, code % 10]
+    assert torch.equal(pursued[n_step], goal[n_step])
     changed = (pursued != goal).float().mean().item()
     assert changed == pytest.approx(relabel * 2 / 3, abs=0.04)
 
@@ -85,14 +92,13 @@ def test_a_sentence_changes_half_way_in_a_share_of_the_episodes():
 def test_the_policy_sees_at_each_step_the_sentence_of_then():
     goals = torch.randn(3, 4)
     pursued = torch.tensor([[0, 1], [2, 1]])
-    policy = script.told(lambda obs: obs, goals, pursued)
-    for step in range(2):
-        seen = policy(torch.ones(2, 5))
-        assert torch.equal(seen, torch.cat([torch.ones(2, 5), goals[pursued[step]]], 1))
-    norm = script.Normalize(2)
+    norm = sac_clip_humanoid.Normalize(2)
     norm.update(torch.tensor([[0.0, 2], [2, 2]]))
-    expected = torch.tensor([1.0, 0, 0.5 * 2 * 0.5, 0.5 * 2 * -0.5, 0, 0])  # the embedding is only scaled
-    torch.testing.assert_close(norm(torch.tensor([[2.0, 2, 0.5, -0.5, 0, 0]]))[0], expected)
+    policy = script.told(torch.nn.ModuleList([norm, torch.nn.Identity()]), goals, pursued)
+    for step in range(2):
+        seen = policy(torch.tensor([[2.0, 2], [0, 2]]))
+        expected = torch.cat([torch.tensor([[1.0, 0], [-1, 0]]), goals[pursued[step]]], 1)
+        torch.testing.assert_close(seen, expected)
 
 
 SHORT = """--device cpu --precision fp32 --num-envs 6 --episode-length 16 --total-timesteps 384 --batch-size 32
@@ -128,8 +134,23 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_obeys_a_sentence_that_it_n
     call(script, "--evaluate", tmp_path / "broken/best.pt", *words)
     told = json.loads((tmp_path / "broken/best_evaluation.json").read_text())
     assert told["success"] == {words[1]: told["sentences"][words[1]]["kneeling"]}
+    kept = torch.load(tmp_path / "broken/best.pt", weights_only=True)
+    torch.save(kept | {"goals": -kept["goals"]}, tmp_path / "other.pt")
+    with pytest.raises(UsageError, match="another model's embeddings"):
+        call(script, "--evaluate", tmp_path / "other.pt", *words)
+    *played, rewards = torch.load(tmp_path / "broken/rounds/0.pt")["round"]
+    torch.save({"round": (*played, -rewards)}, tmp_path / "broken/rounds/0.pt")
+    with pytest.raises(UsageError, match="another reward"):
+        call(script, "--resume", tmp_path / "broken")
 
 
-def test_what_is_no_sentence_is_refused(call, tmp_path):
-    with pytest.raises(UsageError, match="quotes"):
-        call(script, *SHORT, "--prompt", "a", "robot", "kneeling", "--run-dir", tmp_path / "run")
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--prompt", "a", "robot", "kneeling"], "quotes"),
+        (["--negative-prompt", "a robot lying"], "contrastive"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(words, says, call, tmp_path):
+    with pytest.raises(UsageError, match=says):
+        call(script, *SHORT, *words, "--run-dir", tmp_path / "run")
