@@ -4,10 +4,11 @@
 
 Each environment's process renders its frames and shrinks them; they are rewarded while the round goes on, and
 dropped. Its own return and success are logged, never learned from. Networks and update are the robot's.
+
 Who is paid for every frame avoids what ends an episode, even the goal, if nothing is earned afterwards. So a
 terminal state counts as absorbing: it earns its R(s) for ever, R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ).
-An episode that is cut short, by a limit or the round's end, has its last state's value bootstrapped. A round
-is an episode of each environment, from `reset(seed=…)`; what has ended stands still, and counts as steps.
+An episode that is cut short has its last state's value bootstrapped. A round is an episode of each
+environment, from `reset(seed=…)`; what has ended stands still, and counts as steps.
 """
 
 import json
@@ -140,8 +141,7 @@ def stacked(rounds: list, args: Args) -> tuple:
 
 
 def sample(buffer: tuple, args: Args) -> tuple:
-    """Uniformly -> obs (B, O), those n steps later or at the end, actions (B, A), n-step returns (B,), and
-    the weight of the last value (B,): γⁿ, or 0 at a terminal state."""
+    """-> obs (B, O), those n steps later or at the end, actions (B, A), returns (B,), γⁿ or 0 if terminal (B,)."""
     states, actions, ends, terminated, rewards, steps = buffer
     i, t, n = steps[torch.randint(len(steps), (args.batch_size,), device=steps.device)].T
     size = (ends[i, n] - t).clamp(max=args.n_step)  # no window crosses an episode's end
@@ -174,12 +174,12 @@ def rollout(policy, noise_scale: float, envs, labeller: Labeller, key: tuple, ar
         going.append(~told["over"])
         actions.append(action)
         states.append(torch.from_numpy(obs["state"]).float())
-        if film is not None:
+        if film is not None and len(film) < args.episode_length:
             film.append(envs.render()[0])
     if not torch.stack(states).isfinite().all():
         raise UsageError(f"{args.env_id} observed what is not finite, or the learning rate is too high")
-    means = {name: float(told[name].mean()) for name in ("success_rate", "env_return", "terminated")}
-    means = {name: mean for name, mean in means.items() if not math.isnan(mean)}
+    names = [name for name in ("success_rate", "env_return", "terminated") if not np.isnan(told[name]).all()]
+    means = {name: float(np.nan_to_num(told[name]).mean()) for name in names}
     ends = torch.from_numpy(np.stack(going[:-1])), torch.from_numpy(told["terminated"])
     return (torch.stack(states), torch.stack(actions), *ends), means
 
@@ -261,9 +261,9 @@ def evaluate(policy, episodes: int, purpose: int, envs, labeller: Labeller, args
     found = []
     for k in range(math.ceil(episodes / args.num_envs)):
         played, means = rollout(deepcopy(policy).cpu(), 0.0, envs, labeller, (purpose, k), args, film)
-        film = None  # it has the first round
         found.append(means | {"clip_return": rewards_of(played[2], labeller, args).sum(0).mean().item()})
-    return {name: float(np.mean([means[name] for means in found])) for name in found[0]}
+    none = {name: 0.0 for means in found for name in means}
+    return {name: float(np.mean([(none | means)[name] for means in found])) for name in none}
 
 
 def main() -> None:

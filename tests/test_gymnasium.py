@@ -50,7 +50,8 @@ class Dot(gymnasium.Env):
             os.remove(self.what)  # it dies only once
             os.kill(os.getpid(), signal.SIGKILL)
         x = np.nan if self.what == "nan" else self.x
-        return {"x": np.float32([x])}, self.x, bool(self.x > 0.9), False, {"is_success": self.x > 0.5}
+        told = {} if self.what == "seldom" and self.x <= 0.5 else {"is_success": self.x > 0.5}
+        return {"x": np.float32([x])}, self.x, bool(self.x > 0.9), False, told
 
     def render(self):
         if self.what == "none":
@@ -133,6 +134,14 @@ def test_what_has_ended_is_labelled_no_more(plain, last):
     assert rewards.tolist() == [[1, 2], [3, last], [4, last]]
 
 
+def test_a_round_that_tells_of_no_success_has_had_none(monkeypatch):
+    rounds = iter([{"env_return": 1.0}, {"env_return": 3.0, "success_rate": 1.0}])
+    monkeypatch.setattr(script, "rollout", lambda *how: ((None,) * 4, next(rounds)))
+    monkeypatch.setattr(script, "rewards_of", lambda *how: torch.ones(3, 2))
+    means = script.evaluate(torch.nn.Identity(), 4, 0, None, None, script.Args(num_envs=2))
+    assert means == {"env_return": 2, "success_rate": 0.5, "clip_return": 3}
+
+
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("vectorization", ["async", "sync"])
 def test_frames_are_the_environments_own_and_an_episode_that_has_ended_stands_still(pad, vectorization):
@@ -211,7 +220,8 @@ def test_after_an_environment_has_died_the_run_goes_on_to_the_same_end(run, tmp_
 @pytest.mark.slow
 def test_a_dot_learns_to_go_right_where_its_episode_ends(run, tmp_path, capsys):
     words = "--total-timesteps 6000 --num-envs 8 --learning-starts 480 --update-every 4 --vectorization sync"
-    run("--env-id", "Dot-v0", "--device", "cpu", *words.split(), "--run-dir", tmp_path / "run")
+    how = "--env-id", "Dot-v0", "--env-kwargs", '{"what": "seldom"}'
+    run(*how, "--device", "cpu", *words.split(), "--run-dir", tmp_path / "run")
     assert "success rate 1.00" in capsys.readouterr().out.splitlines()[-1]
 
 
