@@ -100,17 +100,25 @@ def about(script: str) -> None:
 
 
 def store(claim: str, run_dir: Path, output: Path) -> None:
-    """The finished runs of a claim -> CLAIM.csv, curves/CLAIM.csv, and frames."""
+    """The finished runs of a claim -> CLAIM.csv, curves/CLAIM.csv, and frames; what is stored of others stays."""
     import imageio.v3 as iio
     from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    paths = (output / f"{claim}.csv", output / "curves" / f"{claim}.csv")
+    stored = {row["run"]: row for row in read(paths[0]) if row["tiny"] == TINY}
+    stored_rounds = read(paths[1])
     rows = []
     rounds = []
     tags = ("success_rate", "ground_truth_return", "clip_return")
     for name, (script, options) in RUNS.items():
+        if not name.startswith(f"{claim}/"):
+            continue
         folder = run_dir / name
-        if not name.startswith(f"{claim}/") or not Path(f"{folder}.finished").exists():
+        if not Path(f"{folder}.finished").exists():
+            if name in stored and stored[name]["options"] == options:
+                rows.append(stored[name])
+                rounds += [row for row in stored_rounds if row["run"] == name]
             continue
         result = json.loads((folder / "result.json").read_text())
         settings = result["settings"]
@@ -144,8 +152,8 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         strip.save(frames, quality=85)
         if name == "table1/kneeling_201":
             iio.imwrite(output / "kneeling.gif", episode[::2], duration=60, loop=0)
-    write(output / "curves" / f"{claim}.csv", rounds)
-    write(output / f"{claim}.csv", rows)
+    write(paths[1], rounds)
+    write(paths[0], rows)
 
 
 def printed(name: str, output: Path) -> None:

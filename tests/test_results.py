@@ -237,3 +237,8 @@ def test_the_workflow_trains_stores_goes_on_and_has_nothing_to_do_in_a_clone(tmp
     snakemake("cartpole")  # with other options a run begins anew
     assert all("1200" in row["options"] for row in tables.read(made[0]))
     assert [int(point["step"]) for point in tables.read(made[1])] == 2 * list(range(120, 1201, 120))
+    stored = [path.read_bytes() for path in made[:2]]
+    (runs / "fp32_2.finished").unlink()
+    where = ["--claim", "cartpole", "--run-dir", runs.parent, "--output", results]
+    subprocess.run([sys.executable, "-m", "results.tables", "store", *where], cwd=results.parent, check=True)
+    assert [path.read_bytes() for path in made[:2]] == stored  # the row of a run that is elsewhere stays
