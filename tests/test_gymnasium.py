@@ -134,6 +134,17 @@ def test_what_has_ended_is_labelled_no_more(plain, last):
     assert rewards.tolist() == [[1, 2], [3, last], [4, last]]
 
 
+def test_an_episode_that_tells_of_no_success_has_had_none():
+    args = script.Args(env_id="Dot-v0", env_kwargs='{"what": "seldom"}', num_envs=8, vectorization="sync")
+    args.episode_length = 30
+    envs = script.make_envs(args, (16, 16))
+    nobody = SimpleNamespace(add=lambda frames: None)
+    (states, *_), means = script.rollout(None, 1.0, envs, nobody, (0,), args)
+    succeeded = (states[..., 0] > 0.5).any(0).float().mean().item()
+    assert 0 < succeeded < 1 and means["success_rate"] == succeeded
+    envs.close()
+
+
 def test_a_round_that_tells_of_no_success_has_had_none(monkeypatch):
     rounds = iter([{"env_return": 1.0}, {"env_return": 3.0, "success_rate": 1.0}])
     monkeypatch.setattr(script, "rollout", lambda *how: ((None,) * 4, next(rounds)))
