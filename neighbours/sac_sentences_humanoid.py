@@ -1,12 +1,11 @@
 """One policy for many sentences: the humanoid does what it is told.
 
     python neighbours/sac_sentences_humanoid.py
-    python neighbours/sac_sentences_humanoid.py --evaluate runs/NAME/best.pt --prompt "the robot has knelt down"
+    python neighbours/sac_sentences_humanoid.py --evaluate runs/NAME/best.pt --prompt "the robot kneels"
 
-Agents with many goals, rewarded by a vision-language model, after Baumli et al. (2023, arXiv 2312.09187). Actor
-and critics see, behind the observation, the embedding of the sentence that is to be obeyed. A frame's embedding
-gives its reward by every sentence, so each frame teaches all: a share of a batch is learned from as if another
-had been pursued, in single steps. Environment, networks and update are those of sac_clip_humanoid.py.
+Agents with many goals (Baumli et al., 2023, arXiv 2312.09187): actor and critics see, behind the observation,
+the embedding of the sentence to obey. A frame's embedding gives its reward by every sentence: a share of a
+batch is learned from as if another had been pursued. Environment, networks and update are the robot's.
 """
 
 import json
@@ -46,8 +45,8 @@ class Args(humanoid.Args):
     evaluate_every: int = 40_000  # steps between evaluations, which choose the best policy
 
     def check(self) -> None:
-        if self.goal_baseline_alpha or self.negative_prompt or self.head or self.clip_model.endswith(".py"):
-            raise UsageError("here are no α, negative prompts (but --contrastive), head or reward program")
+        if self.goal_baseline_alpha or self.negative_prompt or self.head or self.reward != "sentences":
+            raise UsageError("here are no α, ground truth, head, or negative prompts (but --contrastive)")
         super().check()
 
 
@@ -61,7 +60,7 @@ class Worker(humanoid.Worker):
 
     @torch.no_grad()
     def label(self, poses: torch.Tensor) -> torch.Tensor:
-        """Poses (N, 24) -> rewards by the K sentences and whether each of the 8 conditions holds (N, K + 8)."""
+        """Poses (N, 24) -> rewards by the K sentences, and which of the 8 conditions hold (N, K + 8)."""
         frames, points = self.scene.render(poses)
         rewards = self.reward_model.embed(frames) @ self.goals.T  # (N, K)
         if self.args.contrastive and len(self.goals) > 1:
@@ -82,11 +81,16 @@ def plan(k: int, sentences: int, args: Args) -> torch.Tensor:
     return torch.where(late, second, first)
 
 
-def told(policy: nn.Module, goals: torch.Tensor, pursued: torch.Tensor):
-    """-> the policy of N observations, which is told at step t the sentences pursued[t] (T, N)."""
-    obs_norm, actor = deepcopy(policy).cpu()
-    sentences = iter(goals.cpu()[pursued])  # T times (N, D)
-    return lambda obs: actor(torch.cat([obs_norm(obs), next(sentences)], dim=1))
+class Told(nn.Module):
+    """The policy of N observations, which is told at step t the sentences pursued[t] (T, N)."""
+
+    def __init__(self, policy: nn.Module, goals: torch.Tensor, pursued: torch.Tensor):
+        super().__init__()
+        self.obs_norm, self.actor = deepcopy(policy).cpu()
+        self.sentences = iter(goals.cpu()[pursued])  # T times (N, D)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.actor(torch.cat([self.obs_norm(obs), next(self.sentences)], dim=1))
 
 
 class ReplayBuffer(humanoid.ReplayBuffer):
@@ -96,26 +100,22 @@ class ReplayBuffer(humanoid.ReplayBuffer):
         super().__init__(len(obs_norm.mean) + 2, args, goals.device)
         self.obs_norm = obs_norm
         self.goals = goals
-        self.least = 1e-8 if args.threshold is None else 0.1  # deviation, or the first frame above β is all
+        self.least = 0.1 if args.contrastive or args.threshold is not None else 1e-8  # or one frame is all
         self.rewards = torch.zeros(*self.rewards.shape, len(goals), device=goals.device)
         self.actions = torch.cat([self.actions, self.actions[..., :1]], dim=3)  # last, which was pursued
 
     def add(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Take in a round: states (T + 1, N, S), actions and what was pursued (T, N, 18), rewards (T, N, K)."""
-        super().add(states, actions, rewards)
-        kept = self.rewards[: self.rounds].flatten(0, 2).double()
-        self.mean = kept.mean(0).float()
-        self.std = kept.std(0, correction=0).float().clamp(min=self.least)
+        super().add(states, actions, rewards)  # actions and, last, what was pursued (T, N, 18)
+        std, mean = torch.std_mean(self.rewards[: self.rounds].double(), (0, 1, 2), correction=0)
+        self.mean, self.std = mean.float(), std.float().clamp(min=self.least)
 
     def sample(self, args: Args) -> tuple:
         """As the robot's, for the sentence that was pursued or, for the share `relabel`, for any."""
+        *seen, actions, returns, discount = super().sample(args)
+        goal = actions[:, -1].long()
         others = round(args.relabel * args.batch_size)
-        own = super().sample(replace(args, batch_size=args.batch_size - others))
-        other = super().sample(replace(args, batch_size=others, n_step=1))
-        *seen, actions, returns = (torch.cat(parts) for parts in zip(own[:4], other[:4]))
-        goal = torch.cat([own[2][:, -1], torch.randint_like(other[2][:, -1], len(self.goals))]).long()
+        goal[:others] = torch.randint(len(self.goals), (others,), device=goal.device)
         obs, next_obs = (torch.cat([self.obs_norm(one), self.goals[goal]], dim=1) for one in seen)
-        discount = torch.cat([torch.full_like(part[2][:, 0], part[4]) for part in (own, other)])
         return obs, next_obs, actions[:, :-1], returns.gather(1, goal[:, None]).squeeze(1), discount
 
 
@@ -143,8 +143,7 @@ def train(args: Args, labeller: Labeller, goals: torch.Tensor, sac: humanoid.SAC
 
         # ---- Act, in a thread, each robot by its own sentence.
         pursued = plan(k, len(goals), args)
-        ready = global_step >= args.learning_starts
-        policy = told(sac.policy, goals, pursued) if ready else None
+        policy = Told(sac.policy, goals, pursued) if global_step >= args.learning_starts else None
         playing = labeller.pool.submit(humanoid.rollout, policy, 1.0, envs, labeller, play_seed, args)
 
         # ---- Learn, at the same time.
@@ -152,7 +151,7 @@ def train(args: Args, labeller: Labeller, goals: torch.Tensor, sac: humanoid.SAC
         for optimizer in optimizers.values():
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - global_step / args.total_timesteps)
         losses = {}  # of the last updates
-        if rb.rounds and ready:
+        if rb.rounds and policy:
             for i in range(args.gradient_steps):
                 losses |= sac_update(sac, optimizers, rb.sample(args), i % args.policy_frequency == 0, args)
 
@@ -182,24 +181,15 @@ def train(args: Args, labeller: Labeller, goals: torch.Tensor, sac: humanoid.SAC
         checkpoint("checkpoint.pt")
 
 
-def play(policy: nn.Module, purpose: int, pursued: torch.Tensor, labeller: Labeller, goals, args) -> tuple:
-    """Obey pursued (T, N) without exploration -> states (T, N, S), labels (T, N, K + 8)."""
-    seed = np.random.SeedSequence((args.seed, purpose, pursued.shape[1])).generate_state(1).item()
-    how = (Humanoids(pursued.shape[1]), labeller, seed, replace(args, episode_length=len(pursued)))
-    states, _ = humanoid.rollout(told(policy, goals, pursued), 0.0, *how)
-    return states[1:], labeller.result().view(*pursued.shape, -1)
-
-
 def evaluate(policy: nn.Module, episodes: int, purpose: int, labeller, goals, args, change=False) -> tuple:
-    """-> of each sentence return and how often each condition was met; and, where known, its own's success.
-    With a change all of the second half of the episodes, in whose first another was pursued."""
+    """-> of each sentence return and conditions met; its success. With change: in the half after another."""
     pursued = torch.arange(len(goals)).repeat_interleave(episodes).repeat(args.episode_length, 1)
     half = args.episode_length // 2 if change else 0
     pursued[:half] = (pursued[:half] + 1) % len(goals)
-    labels = play(policy, purpose, pursued, labeller, goals, args)[1][half:]
-    tasks = {prompt: args.task or task for task, (prompt, _) in TASKS.items()}
+    _, labels = humanoid.evaluate(Told(policy, goals, pursued), pursued.shape[1], purpose, labeller, args)
+    tasks = {prompt: task for task, (prompt, _) in TASKS.items()}  # of other sentences --task
     means = {}
-    for k, (prompt, mine) in enumerate(zip(args.prompt, labels.split(episodes, dim=1))):
+    for k, (prompt, mine) in enumerate(zip(args.prompt, labels[half:].split(episodes, dim=1))):
         met = (mine[..., len(goals) :].mean(0) >= 0.5).float().mean(0).tolist()  # as the robot's `summary`
         means[prompt] = {"clip_return": mine[..., k].sum(0).mean().item(), **dict(zip(TASKS, met))}
     return means, {prompt: means[prompt].get(tasks.get(prompt, args.task), math.nan) for prompt in means}
@@ -209,7 +199,8 @@ def write_film(path: str, policy: nn.Module, labeller: Labeller, goals: torch.Te
     """Robots side by side, each told another sentence, and the next one every 100 steps."""
     pursued = torch.arange(len(goals))[:, None] + torch.arange(len(goals))
     pursued = pursued.repeat_interleave(args.episode_length, dim=0) % len(goals)
-    states, _ = play(policy, REPORT, pursued, labeller, goals, args)
+    how = (len(goals), REPORT, labeller, replace(args, episode_length=len(pursued)))
+    states, _ = humanoid.evaluate(Told(policy, goals, pursued), *how)
     scene = humanoid.Scene(240, 240, args.textures, args.camera, 2, len(goals), labeller.device)
     with iio.imopen(path, "w", plugin="pyav") as film:
         film.init_video_stream("libx264", fps=30)

@@ -59,22 +59,22 @@ def test_a_batch_has_the_sentences_and_their_standardized_rewards(relabel):
         actions = states[:-1, :, 2:3].expand(6, 4, 17)
         rb.add(states, torch.cat([actions, script.plan(i, 3, args)[..., None]], dim=2), rewards)
     obs, next_obs, actions, returns, discount = rb.sample(args)
-    n_step = torch.arange(4000) < round(4000 * (1 - relabel))  # others in single steps
+    own_goal = torch.arange(4000) >= round(4000 * relabel)
     assert torch.equal(obs[:, 1:], next_obs[:, 1:])  # the same sentence
     seen = 100 * obs[:, 0]
-    torch.testing.assert_close(100 * next_obs[:, 0], seen + 1 + n_step, rtol=0, atol=1e-3)
+    torch.testing.assert_close(100 * next_obs[:, 0], seen + 2, rtol=0, atol=1e-3)
     torch.testing.assert_close(actions[:, 0], seen, rtol=0, atol=1e-3)
-    assert torch.equal(discount, torch.where(n_step, 0.25, 0.5))
+    assert discount == 0.25
     every = torch.stack([10 * i + base for i in range(3)])
     own = (seen - every.mean()) / every.std(correction=0)  # (k + 1) falls out
     after = own + 1 / every.std(correction=0)
-    torch.testing.assert_close(returns, own + 0.5 * after * n_step, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(returns, own + 0.5 * after, rtol=1e-4, atol=1e-4)
     goal = obs[:, 3:].argmax(1)
     assert torch.equal(obs[:, 3:], goals[goal])
     code = (10 * seen).round().long()
     plans = torch.stack([script.plan(k, 3, args) for k in range(3)])
     pursued = plans[code // 100, code % 100 // 10, code % 10]
-    assert torch.equal(pursued[n_step], goal[n_step])
+    assert torch.equal(pursued[own_goal], goal[own_goal])
     changed = (pursued != goal).float().mean().item()
     assert changed == pytest.approx(relabel * 2 / 3, abs=0.04)
 
@@ -94,7 +94,7 @@ def test_the_policy_sees_at_each_step_the_sentence_of_then():
     pursued = torch.tensor([[0, 1], [2, 1]])
     norm = sac_clip_humanoid.Normalize(2)
     norm.update(torch.tensor([[0.0, 2], [2, 2]]))
-    policy = script.told(torch.nn.ModuleList([norm, torch.nn.Identity()]), goals, pursued)
+    policy = script.Told(torch.nn.ModuleList([norm, torch.nn.Identity()]), goals, pursued)
     for step in range(2):
         seen = policy(torch.tensor([[2.0, 2], [0, 2]]))
         expected = torch.cat([torch.tensor([[1.0, 0], [-1, 0]]), goals[pursued[step]]], 1)
