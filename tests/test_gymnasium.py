@@ -182,7 +182,8 @@ def test_frames_are_the_environments_own_and_an_episode_that_has_ended_stands_st
 
 @pytest.mark.skipif(find_library("EGL") is None, reason="there is no EGL library")
 def test_opengl_renders_in_processes_of_its_own(monkeypatch):
-    monkeypatch.setenv("MUJOCO_GL", "egl")  # which the robot's script, if it came first, has turned off
+    monkeypatch.setenv("MUJOCO_GL", "disable")  # as the robot's script leaves it
+    monkeypatch.setattr(script, "OPENGL", "egl")
     envs = script.make_envs(script.Args(env_id="InvertedPendulum-v5", num_envs=2), (32, 32))
     envs.reset_async(seed=1)
     obs, _ = envs.reset_wait(timeout=120)
