@@ -242,7 +242,7 @@ def test_a_dot_learns_to_go_right_where_its_episode_ends(run, tmp_path, capsys):
     [
         (["--env-id", "Nowhere-v0"], "Nowhere"),
         (["--env-kwargs", '{"what": "discrete"}'], "dqn_clip_cartpole.py"),
-        (["--env-kwargs", '{"what": "none"}'], "libegl1"),
+        (["--env-kwargs", '{"what": "none"}'], "gives no frames"),
         (["--env-kwargs", '{"what": "nan"}'], "not finite"),
     ],
 )
