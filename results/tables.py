@@ -149,7 +149,7 @@ def store(claim: str, run_dir: Path, output: Path) -> None:
         strip = strip.resize((960, 960 * strip.height // strip.width), Image.Resampling.LANCZOS)
         frames = output / "frames" / f"{name}.jpg"
         frames.parent.mkdir(parents=True, exist_ok=True)
-        strip.save(frames, quality=85)
+        strip.save(frames, quality=70)
         if name == "table1/kneeling_201":
             iio.imwrite(output / "kneeling.gif", episode[::2], duration=60, loop=0)
     write(paths[1], rounds)
@@ -268,7 +268,7 @@ def printed_table(*names: str, output: Path, columns: tuple[str, ...] = ()) -> s
 
 LOOP = ("script", "CLIP model", "precision", "encode_image", "update", "loop", "efficiency (range)")
 PLAIN = ("script", "ours", "ours ÷ every step", "ours ÷ end of episode")
-ALONE = ("cartpole", "mountaincar", "prompts", "preferences", "shaping")
+ALONE = ("cartpole", "mountaincar", "prompts", "mend", "preferences", "shaping")
 TABLES = {claim: partial(runs_table, claim) for claim in ALONE} | {
     "made_by": made_by,
     "mattered": partial(runs_table, "mattered", late=True),
