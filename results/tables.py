@@ -228,7 +228,9 @@ def runs_table(*claims: str, output: Path, late: bool = False, choose: bool = Fa
         steps = median(first)
         what = KINDS[kind]
         cells = [what["called"] + (f" (paper: {what['paper']})" if what["paper"] else "")]
-        cells.append("-".join(dict.fromkeys((rows[0]["seed"], rows[-1]["seed"]))))
+        seeds = [row["seed"] for row in rows]
+        gaps = int(seeds[-1]) - int(seeds[0]) >= len(seeds)
+        cells.append(", ".join(seeds) if gaps else "-".join(dict.fromkeys((seeds[0], seeds[-1]))))
         cells += [spread(success), f"{good} of {len(rows)} ({low:.2f} to {high:.2f})"]
         cells.append(f"{steps / 1000:.0f}k" if steps < 1e8 else "never")
         cells += [spread(second_half)] if late else []

@@ -140,7 +140,7 @@ def test_a_run_names_the_last_commit_of_its_own_script(tmp_path, monkeypatch, ca
 
 def test_a_table_of_runs_weighs_seeds_and_tells_rows_of_earlier_weights(tmp_path):
     rows = []
-    for run, success, tiny in (("1_1", 1, tables.TINY), ("1_2", 0, tables.TINY), ("2_1", 1, "another")):
+    for run, success, tiny in (("1_1", 1, tables.TINY), ("1_3", 0, tables.TINY), ("2_1", 1, "another")):
         row = {"run": f"prompts/rewording-{run}", "seed": run[2:], "success_rate": success}
         row["clip_return"] = -success
         rows.append(row | {"commit": "abc", "tiny": tiny, "machine": "m"})
@@ -148,11 +148,11 @@ def test_a_table_of_runs_weighs_seeds_and_tells_rows_of_earlier_weights(tmp_path
     points = [{name: row[name] for name in ("run", "success_rate")} | {"step": 3000} for row in rows]
     tables.write(tmp_path / "curves" / "prompts.csv", points)
     filled = tables.fill_in("<!-- results: prompts -->\n<!-- end -->", tmp_path)
-    assert "| 1-2 | 0.50 (0.00 to 1.00) | 1 of 2 (0.09 to 0.91) | never |\n" in filled
+    assert "| 1, 3 | 0.50 (0.00 to 1.00) | 1 of 2 (0.09 to 0.91) | never |\n" in filled
     assert "| 1 | 1.00 | 1 of 1 (0.21 to 1.00) | 3k |\n" in filled
     late = tables.runs_table("prompts", output=tmp_path, late=True)
     assert "| never | 0.50 (0.00 to 1.00) |" in late
-    assert "| never | 0 (2) |" in tables.runs_table("prompts", output=tmp_path, choose=True)
+    assert "| never | 0 (3) |" in tables.runs_table("prompts", output=tmp_path, choose=True)
     made = ["| abc | m | prompts |", "| abc (earlier weights) | m | prompts |"]
     assert tables.made_by(tmp_path).splitlines()[2:] == made
     assert tables.wilson(19, 20) == pytest.approx((0.7639, 0.9911), abs=1e-4)
