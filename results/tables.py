@@ -392,7 +392,7 @@ def plot_preferences(output: Path) -> None:
         show_seeds(right, output, own, "success_rate", label)
     left.set(xlabel="share of the teacher's answers that are wrong", ylabel="success rate")
     left.set_title("after training: each seed, and the mean", fontsize="small")
-    left.legend(fontsize="small", loc="lower left")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     left.grid(alpha=0.3)
     right.set_title("in training, 50 questions every 6,400 steps: median and quartiles", fontsize="small")
     figure.suptitle("CartPole from a teacher's preferences", fontsize="medium")
