@@ -25,7 +25,8 @@ import tyro
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-OTHER_CODE = (":!tests", ":!results", ":!examples", ":!neighbours/sac_sentences_humanoid.py")  # not used here
+# Not used here:
+OTHER_CODE = (":!tests", ":!results", ":!examples", ":!code_reward", ":!neighbours/sac_sentences_humanoid.py")
 TINY = hashlib.sha256((ROOT / "tiny_clip" / "open_clip_model.safetensors").read_bytes()).hexdigest()[:8]
 
 
@@ -100,7 +101,7 @@ def about(script: str) -> None:
 
 
 def store(claim: str, run_dir: Path, output: Path) -> None:
-    """The finished runs of a claim -> CLAIM.csv, curves/CLAIM.csv, and frames; what is stored of others stays."""
+    """The finished runs of a claim -> CLAIM.csv, curves/CLAIM.csv, and frames; others stay."""
     import imageio.v3 as iio
     from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
