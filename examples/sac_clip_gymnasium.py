@@ -3,11 +3,11 @@
     python examples/sac_clip_gymnasium.py --env-id Pusher-v5 --prompt "a robot arm touching a white cylinder"
 
 Each environment's process renders its frames and shrinks them; they are rewarded while the round goes on, and
-dropped. Its own return and success are logged, never learned from. Networks and update are the robot's.
+dropped. Its own return and success are logged, never learned from. Networks and update are the robot's. A
+round is an episode of each environment; what has ended stands still, and counts as steps.
 
 Who is paid for every frame avoids what ends an episode, even the goal, if nothing is earned afterwards. So a
-terminal state counts as absorbing: it earns R(s) for ever, R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ). Time
-limits bootstrap. A round is an episode of each environment; what has ended stands still, and counts as steps.
+terminal state counts as absorbing, and earns R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ). Limits bootstrap.
 """
 
 import json
@@ -53,7 +53,7 @@ class Args(RewardArgs):
     learning_starts: int = 10_000  # steps; rounds that begin before are random
     learning_rate: float = 6e-4  # of Adam, at first; it falls to 0
     gamma: float | None = None  # discount factor (default: half a round ahead, 1 - 2 / episode_length)
-    n_step: int = 3  # rewards before the critics' value stands for the rest
+    n_step: int = 10  # rewards before the critics' value stands for the rest
     tau: float = 0.005  # how far the targets and the mean actor follow at each update
     batch_size: int = 256  # transitions per update
     ent_coef: float = 0.03  # weight of the entropy, at first; tuned for -1 an action
@@ -127,12 +127,12 @@ class Worker:  # on one device; the `Labeller` has one for each core or GPU
 
 
 def stacked(rounds: list, args: Args) -> tuple:
-    """Rounds -> all, their rewards standardized, and the steps before the episodes' ends (K, 3): i, t, n."""
+    """Rounds -> all, rewards of mean 0 and std 1 - γ, and the steps before episodes' ends (K, 3): i, t, n."""
     states, actions, going, terminated, rewards = map(torch.stack, zip(*rounds))
     ends = going.sum(1)
     kept = rewards[going].double()
     mean = 0 if args.plain_terminal else kept.mean()  # which would be earned after an end, too
-    rewards = ((rewards - mean) / (kept.std(correction=0) + 1e-8)).float()
+    rewards = ((rewards - mean) * (1 - args.gamma) / (kept.std(correction=0) + 1e-8)).float()  # values: ~1
     if not args.plain_terminal:  # R(s) / (1 - γ) for the step to a terminal state
         i, n = terminated.nonzero().T
         rewards[i, ends[i, n] - 1, n] /= 1 - args.gamma
