@@ -195,7 +195,7 @@ def test_a_verdict_follows_its_limits():
     assert likely.startswith("likely to be learned: EPIC distance 0.24 (0.10 to 0.38), 2 of the 10 best")
     for limits in ((0.1, LIKELY + 0.001), (USELESS - 0.001, 0.9)):
         assert say(*limits).startswith("no verdict: on CartPole or the car no model between")
-    assert say(USELESS, 0.9).startswith("rarely learned: EPIC")
+    assert say(USELESS, 0.9).startswith("often not learned: EPIC")
     assert say(0.1, 0.2, model="ViT-B-32/openai").startswith("no verdict: these trainings were with tiny")
     for other in ({"runs": ["runs/one"]}, {"script": "sac_clip_humanoid"}):
         assert say(0.1, 0.2, settings=fixed | other).startswith("no verdict: ")
