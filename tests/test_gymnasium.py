@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import sys
 from ctypes.util import find_library
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
@@ -17,6 +19,7 @@ from clip_reward import UsageError
 from code_reward.program import ProgramReward
 from examples import sac_clip_gymnasium as script
 
+ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
 import numpy as np
 SIZE = 16, 24
@@ -132,6 +135,17 @@ def test_what_has_ended_is_labelled_no_more(plain, last):
     going = torch.tensor([[True, True], [True, False], [True, False]])
     rewards = script.rewards_of(going, labels, script.Args(plain_terminal=plain))
     assert rewards.tolist() == [[1, 2], [3, last], [4, last]]
+
+
+def test_pygame_leaves_sigterm_to_python():
+    code = """
+import signal, sys
+from examples import sac_clip_gymnasium as script
+args = script.Args(env_id="MountainCarContinuous-v0", num_envs=1, vectorization="sync")
+envs = script.make_envs(args, (16, 16))
+signal.raise_signal(signal.SIGTERM)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGTERM
 
 
 def test_an_episode_that_tells_of_no_success_has_had_none():
