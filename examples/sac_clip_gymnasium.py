@@ -7,7 +7,7 @@ dropped. Its own return and success are logged, never learned from. Networks and
 round is an episode of each environment; what has ended stands still, and counts as steps.
 
 Who is paid for every frame avoids what ends an episode, even the goal, if nothing is earned afterwards. So a
-terminal state counts as absorbing, and earns R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ). Limits bootstrap.
+terminal state is absorbing: it earns R(s) + γ R(s) + γ² R(s) + … = R(s) / (1 - γ). Time limits bootstrap.
 """
 
 import json
@@ -106,7 +106,7 @@ def make_envs(args: Args, size: tuple[int, int]) -> gymnasium.vector.VectorEnv:
         space = Dict({"state": env.observation_space, "pixels": Box(0, 255, (*size, 3), np.uint8)})
         return Watched(TransformObservation(env, lambda state: {"state": state, "pixels": look(env)}, space))
 
-    os.environ |= {"MUJOCO_GL": OPENGL, "SDL_NO_SIGNAL_HANDLERS": "1"}  # the robot's has none; SIGTERM ends
+    os.environ |= {"MUJOCO_GL": OPENGL, "SDL_NO_SIGNAL_HANDLERS": "1"}  # else no frames, and no SIGTERM
     gymnasium.logger.min_level = 50  # none: of an environment's error one line is enough
     how = json.loads(args.env_kwargs) | {"render_mode": "rgb_array", "wrappers": [wrap]}
     how |= {"vector_kwargs": {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}}
@@ -127,7 +127,7 @@ class Worker:  # on one device; the `Labeller` has one for each core or GPU
 
 
 def stacked(rounds: list, args: Args) -> tuple:
-    """Rounds -> all, rewards of mean 0 and std 1 - γ, and the steps before episodes' ends (K, 3): i, t, n."""
+    """Rounds -> all, rewards standardized, times 1 - γ, and the steps before episodes' ends (K, 3): i, t, n."""
     states, actions, going, terminated, rewards = map(torch.stack, zip(*rounds))
     ends = going.sum(1)
     kept = rewards[going].double()

@@ -139,7 +139,7 @@ def test_what_has_ended_is_labelled_no_more(plain, last):
 
 def test_pygame_leaves_sigterm_to_python():
     code = """
-import signal, sys
+import signal
 from examples import sac_clip_gymnasium as script
 args = script.Args(env_id="MountainCarContinuous-v0", num_envs=1, vectorization="sync")
 envs = script.make_envs(args, (16, 16))
