@@ -127,7 +127,7 @@ class Worker:  # on one device; the `Labeller` has one for each core or GPU
 
 
 def stacked(rounds: list, args: Args) -> tuple:
-    """Rounds -> all, rewards standardized, times 1 - γ, and the steps before episodes' ends (K, 3): i, t, n."""
+    """Rounds -> all, rewards standardized × (1 - γ), and the steps before the ends (K, 3): i, t, n."""
     states, actions, going, terminated, rewards = map(torch.stack, zip(*rounds))
     ends = going.sum(1)
     kept = rewards[going].double()
