@@ -106,7 +106,7 @@ def make_envs(args: Args, size: tuple[int, int]) -> gymnasium.vector.VectorEnv:
         space = Dict({"state": env.observation_space, "pixels": Box(0, 255, (*size, 3), np.uint8)})
         return Watched(TransformObservation(env, lambda state: {"state": state, "pixels": look(env)}, space))
 
-    os.environ |= {"MUJOCO_GL": OPENGL, "SDL_NO_SIGNAL_HANDLERS": "1"}  # else no frames, and no SIGTERM
+    os.environ |= dict(MUJOCO_GL=OPENGL, SDL_VIDEODRIVER="dummy", SDL_NO_SIGNAL_HANDLERS="1")  # or no SIGTERM
     gymnasium.logger.min_level = 50  # none: of an environment's error one line is enough
     how = json.loads(args.env_kwargs) | {"render_mode": "rgb_array", "wrappers": [wrap]}
     how |= {"vector_kwargs": {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}}
