@@ -79,11 +79,11 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return max(middle - half, 0.0), min(middle + half, 1.0)  # rounding may lead outside
 
 
-def describe(*code: str) -> dict:
+def describe(*code: str, unused: tuple = OTHER_CODE) -> dict:
     """The last commit of this code or the bundled weights, these weights, and machine of now."""
 
     def git(*words: str) -> str:
-        command = ["git", *words, "--", *code, "tiny_clip/*.safetensors", *OTHER_CODE]
+        command = ["git", *words, "--", *code, "tiny_clip/*.safetensors", *unused]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     import torch
