@@ -8,6 +8,7 @@ import torch
 import sac_clip_humanoid
 from clip_reward import UsageError
 from neighbours import sac_sentences_humanoid as script
+from results import sentences, tables
 from sac_clip_humanoid import TASKS
 
 CPU = torch.device("cpu")
@@ -134,6 +135,14 @@ def test_a_run_taken_up_again_is_the_unbroken_one_and_obeys_a_sentence_that_it_n
     call(script, "--evaluate", tmp_path / "broken/best.pt", *words)
     told = json.loads((tmp_path / "broken/best_evaluation.json").read_text())
     assert told["success"] == {words[1]: told["sentences"][words[1]]["kneeling"]}
+
+    monkeypatch.setattr(sentences, "HERE", tmp_path)
+    sentences.main((tmp_path / "broken",))
+    rows = tables.read(tmp_path / "sentences.csv")
+    assert [row["told"] for row in rows] == [*PROMPTS[:2], words[1]]
+    assert [float(row["success"]) for row in rows[:2]] == [*results[1]["success"].values()]
+    assert [row["in_training"] for row in rows] == ["True", "True", "False"]
+
     kept = torch.load(tmp_path / "broken/best.pt", weights_only=True)
     torch.save(kept | {"goals": -kept["goals"]}, tmp_path / "other.pt")
     with pytest.raises(UsageError, match="another model's embeddings"):
