@@ -30,7 +30,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm, trange
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-OPENGL = os.environ.get("MUJOCO_GL", "egl")
+OPENGL = os.environ.get("MUJOCO_GL", "egl")  # which the robot's script turns off
 from clip_reward import Labeller, RewardArgs, UsageError, make_reward
 from sac_clip_humanoid import CHOOSE, REPORT, SAC, in_words, load, read_settings, sac_update, save, squash
 
